@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 class ModelAdapters(ModelPart):
     """Adds adapters to models and removes adapters; the bases serve meanwhile.
 
-    ``set_model`` changes options of a model's engine, see :meth:`Changes.set`.
+    ``set_model`` changes options of a model's engine, see :meth:`ModelLifecycle.set`.
     """
 
     def __init__(

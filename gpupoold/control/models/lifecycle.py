@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 
 from gpupool_state import ModelRow
 from gpupoold.api.schemas_models import (
@@ -14,8 +16,7 @@ from gpupoold.api.schemas_models import (
 )
 from gpupoold.control.frontends.frontends import Frontends
 from gpupoold.control.models.adapters import ModelAdapters
-from gpupoold.control.models.additions import Additions
-from gpupoold.control.models.changes import Changes
+from gpupoold.control.models.additions import Additions, OngoingAdditions
 from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.drains import Drains
@@ -24,7 +25,6 @@ from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_own_model, find_model
-from gpupoold.control.models.ongoing import OngoingAdditions
 from gpupoold.control.models.parking import Parking
 from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.perform import Performer
@@ -34,12 +34,27 @@ from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.requests.replies import RequestListener
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import Adapter, Preset, RemoveMode
-from gpupoold.errors import NoSuchModel
+from gpupoold.domain import Adapter, ModelSpec, Preset, RemoveMode, Targets
+from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
+from gpupoold.engine_options.names import check_options, engine_part
+from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.wire.messages import GrammarRefused, WrongAnswer
+
+_logger = logging.getLogger(__name__)
 
 LOAD_GRACE_S = 20.0
 """Time for the load of a removed model to stop; a worker has no other means to end it."""
+
+
+def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the options after ``changes``, in which None removes an option.
+
+    Raises:
+        UsageError: see :func:`check_options`.
+    """
+    names = check_options({name: value or "" for name, value in changes.items()})
+    merged = {**present, **dict(zip(names, changes.values(), strict=True))}
+    return check_options({name: value for name, value in merged.items() if value is not None})
 
 
 class ModelLifecycle(ModelPart, RequestListener):
@@ -68,19 +83,17 @@ class ModelLifecycle(ModelPart, RequestListener):
         mounts = ModelMounts(parts, frontends, inspector)
         divisions = Divisions(parts.settings, inspector, parts.registry.divisions)
         self.room = room = EngineRoom(parts, cache, divisions)
-        self._failures = failures = Failures(parts)
+        self._failures = Failures(parts)
         performer = Performer(parts, snapshots, mounts, room)
         self.controller = controller = ModelController(
-            parts, snapshots, room, mounts, failures, performer
+            parts, snapshots, room, mounts, self._failures, performer
         )
         self.mounts = mounts
         self.parking = Parking(parts)
         self.drains = Drains(parts)
         self.presets = Presets(parts, mounts, inspector)
         self._additions = Additions(parts, snapshots, controller, mounts, divisions, inspector)
-        self._changes = Changes(parts, self.drains, controller, room, mounts, snapshots, inspector)
-        self.place = self._changes.place
-        self.adapters = ModelAdapters(parts, mounts, self.drains, self._changes.set, inspector)
+        self.adapters = ModelAdapters(parts, mounts, self.drains, self.set, inspector)
 
     def request_began(self, model: str) -> None:
         self.controller.began(model)
@@ -135,17 +148,45 @@ class ModelLifecycle(ModelPart, RequestListener):
         return self.ongoing.followed(request.name, self.adapters.add(request))
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
-        """See :meth:`Changes.set`.
+        """Change targets, aliases and options of a model while the model serves.
 
         Raises:
             Refused: the name is a preset's or adapter's.
+            GpupoolError: see ``Registry.update``, or why the options are not changed.
         """
-        check_own_model((await self.find(name)).spec, name, "options")
-        return await self._changes.set(name, request)
+        spec = (await self.find(name)).spec
+        check_own_model(spec, name, "options")
+        async with self._fleet.alone(spec.name):
+            old = (await self.find(spec.name)).spec
+            engine = merged_options(old.engine, request.engine)
+            if engine != old.engine:
+                old = await self._set_engine(old, engine)
+            targets = Targets(
+                request.ttft_s or old.targets.ttft_s, request.tbt_s or old.targets.tbt_s
+            )
+            row = await self._registry.update(
+                old.name,
+                targets=targets,
+                add_aliases=request.add_aliases,
+                remove_aliases=request.remove_aliases,
+                pace=request.pace,
+            )
+            self._dispatcher.changed(row.spec)
+            if row.spec.aliases != old.aliases and self._fleet.loaded(old.name) is not None:
+                await self.mounts.mount(row.spec)
+            await self.mounts.publish()
+            text = "options changed" if request.engine else "targets, pace or aliases changed"
+            self._history.record_event("info", "model_changed", old.name, text)
+            return row
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
-        """Remove a model, preset or adapter; see :meth:`Changes.remove`,
-        :meth:`Presets.remove` and :meth:`ModelAdapters.remove`.
+        """Remove a model, preset or adapter; see also :meth:`Presets.remove` and
+        :meth:`ModelAdapters.remove`.
+
+        Raises:
+            NoSuchModel: there is no such name.
+            Refused: the model has live requests or adapters and ``mode`` is "refuse".
+            TimedOut: requests were left after the drain timeout.
         """
         row = await self.find(name)
         match row.spec.further_named(name):
@@ -156,7 +197,7 @@ class ModelLifecycle(ModelPart, RequestListener):
             case None if mode == "force":
                 return await self._remove_by_force(row)
             case None:
-                return await self._changes.remove(name, mode)
+                return await self._remove(name, mode)
 
     async def _remove_by_force(self, row: ModelRow) -> ModelRow:
         """Remove a model; a load that does not stop is ended with its worker."""
@@ -164,7 +205,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         self._additions.cancel(name)
         ending = asyncio.create_task(self._end_loads(name), name=f"end-loads-{name}")
         try:
-            return await self._changes.remove(name, "force")
+            return await self._remove(name, "force")
         except NoSuchModel:
             return row  # the addition has been undone meanwhile
         finally:
@@ -194,3 +235,135 @@ class ModelLifecycle(ModelPart, RequestListener):
         self._fleet.breakers.reset(row.spec.name)
         await self.controller.warm(row.spec.name)
         return await self.find(name)
+
+    async def _set_engine(self, old: ModelSpec, engine: dict[str, str]) -> ModelSpec:
+        """Change the options of the model's engines and API; after a failure the earlier hold.
+
+        Raises:
+            Refused: a device of the model cannot divide the model with these options.
+            GpupoolError: the reason of a worker or of the frontends.
+        """
+        _check_takes_adapters(old, engine)
+        new, divisions = replace(old, engine=engine), self.room.divisions
+        known = divisions.said(old)
+        await divisions.check(new)
+        lacking = divisions.lacking(new).intersection(self._fleet.availability(old.name).devices)
+        if lacking:
+            raise divisions.refusal(new, sorted(lacking))
+        has_same_engine = await self._have_same_engine(old, new)
+        try:
+            await self._apply(old, new, has_same_engine=has_same_engine)
+        except BaseException:
+            try:
+                await self._apply(new, old, has_same_engine=has_same_engine)
+            except GpupoolError as error:
+                _logger.error("%s has the earlier options again: %s", old.name, error)
+            await divisions.keep(old, known)
+            raise
+        await divisions.keep(new)
+        self._snapshots.drop_outdated(old.name)
+        return new
+
+    async def _apply(self, old: ModelSpec, new: ModelSpec, *, has_same_engine: bool) -> None:
+        name = new.name
+        self._fleet.changed((await self._registry.set_engine(name, new.engine)).spec)
+        for number in self._fleet.availability(name).devices if has_same_engine else ():
+            host = self._fleet.hosts.of(name, number)
+            host.options = new.engine if host.options == old.engine else host.options
+        await self.controller.replace(name)
+        if self._fleet.loaded(name) is not None:
+            await self.mounts.mount(new)
+
+    async def _have_same_engine(self, old: ModelSpec, new: ModelSpec) -> bool:
+        """Return whether the options that differ concern only the API.
+
+        Engines have the parser of reasoning too, which may be found in another chat template.
+        """
+        if engine_part(old.engine) != engine_part(new.engine):
+            return False
+        before, after = [await self.inspector.parsers(spec) for spec in (old, new)]
+        return before.reasoning.name == after.reasoning.name
+
+    async def place(self, name: str, devices: Sequence[int]) -> ModelRow:
+        """Choose the devices of a model by hand, or give the choice back with no devices.
+
+        Requests on other devices continue on the chosen devices.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            UsageError: there is no such device.
+            Refused: a chosen device cannot divide the model; nothing has changed.
+            GpupoolError: no chosen device could load the model, or a device could not; the choice
+                holds, and the load is retried.
+        """
+        self._supervisor.check_devices(devices)
+        model = (await self.find(name)).spec.name
+        async with self._fleet.alone(model):
+            now = await self.find(model)
+            chosen = sorted(set(devices))
+            self.room.divisions.require_one(replace(now.spec, devices=tuple(chosen)))
+            row = await self._registry.set_devices(model, chosen)
+            self._fleet.changed(row.spec)
+        where = ", ".join(map(str, row.spec.devices))
+        text = f"on devices {where}, by hand" if devices else "as the scheduler chooses"
+        self._history.record_event("info", "model_placed", model, text)
+        if devices:
+            self._fleet.check_quarantine(model)
+            errors = await self.controller.settle(model)
+            hosts, workers = self._fleet.availability(model).devices, self._supervisor.workers
+            lacking = [one for one in chosen if workers[one].is_ready and one not in hosts]
+            if lacking:
+                raise errors[0] if errors else self.controller.why_unloaded(row, lacking[0])
+        return await self.find(model)
+
+    async def _remove(self, name: str, mode: RemoveMode) -> ModelRow:
+        """Remove a model.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            Refused: the model has live requests or adapters and ``mode`` is "refuse".
+            TimedOut: requests were left after the drain timeout.
+        """
+        row = await self.find(name)
+        model = row.spec.name
+        if not self._fleet.knows(model):
+            raise NoSuchModel(f"no model is named {name!r}", f"{model} is being added")
+        try:
+            if mode == "refuse":
+                _check_without_adapters(row.spec)
+                self.drains.check_idle(model)
+            with self._fleet.draining(model):
+                if mode == "drain":
+                    await self.drains.wait_idle(model)
+                if not self.controller.is_added(model):
+                    self.controller.abandon(model, "was removed")
+                async with self._fleet.alone(model):
+                    now = await self._registry.get(model)
+                    if now is None or now.created_at != row.created_at:
+                        return row  # another removal was faster
+                    self._dispatcher.fail_model(model, f"{model} was removed")
+                    await self.controller.remove(model, "was removed")
+            self._history.record_event("info", "model_removed", model, "removed")
+        finally:
+            await self.mounts.publish()
+        return row
+
+
+def _check_without_adapters(spec: ModelSpec) -> None:
+    if spec.adapters:
+        names = ", ".join(adapter.name for adapter in spec.adapters)
+        raise Refused(
+            f"{spec.name} has the adapters {names}",
+            "remove these before, or use --drain or --force to remove all together",
+        )
+
+
+def _check_takes_adapters(spec: ModelSpec, engine: dict[str, str]) -> None:
+    check_num_adapters(spec.name, engine, len(spec.adapters))
+    for adapter in spec.adapters:
+        if options_for(engine, adapter.rank):
+            raise Refused(
+                f"{adapter.name}, an adapter of {spec.name}, has the rank {adapter.rank}, which "
+                "the engine would not take",
+                f"set max-lora-rank to {adapter.rank} or more, or remove the adapter",
+            )

@@ -9,7 +9,7 @@ import pytest
 
 from gpupool_state import History, Registry
 from gpupoold.api.schemas_models import SetModelRequest
-from gpupoold.control.models.changes import merged_options
+from gpupoold.control.models.lifecycle import merged_options
 from gpupoold.errors import Failed, UsageError
 from tests.unit.control.models.models_box import ModelsBox, running
 

@@ -15,11 +15,10 @@ from gpupoold.checkpoints.resolve import HubSource, resolve
 from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.info import model_info
 from gpupoold.control.models.inspection import Inspector
-from gpupoold.control.models.intake import fetched
+from gpupoold.control.models.intake import cached, fetched, folder_of
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free, find_model
 from gpupoold.control.models.parts import ControlParts, ModelPart
-from gpupoold.control.models.sources import cached, folder_of
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Adapter, RemoveMode
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for

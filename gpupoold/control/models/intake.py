@@ -8,8 +8,11 @@ from pathlib import Path
 
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
 from gpupoold.checkpoints.check import CheckpointInfo
-from gpupoold.checkpoints.download import Part, download
+from gpupoold.checkpoints.download import Part, checkpoint_dir, download
 from gpupoold.checkpoints.fit import check_fits
+from gpupoold.checkpoints.hub import Hub
+from gpupoold.checkpoints.hub_cache import FoundSnapshot, find_snapshot
+from gpupoold.checkpoints.manifest import read_manifest
 from gpupoold.checkpoints.peers import Peers
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
 from gpupoold.checkpoints.selection import Content
@@ -19,7 +22,6 @@ from gpupoold.control.access.membership import read_secret
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.info import chat_fields
 from gpupoold.control.models.inspection import Inspector
-from gpupoold.control.models.sources import cached, folder_of
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.host_budget import HostMemoryBudget
@@ -182,6 +184,29 @@ class Intake:
                     f"{format_bytes(free_bytes)} of host memory that are free now",
                     "stop other programs, or free snapshots (`gpupool cache drop`)",
                 )
+
+
+def folder_of(found: HubSource, revision: str | None, settings: Settings) -> Path:
+    """Return the folder for the download of a repository."""
+    return checkpoint_dir(settings.paths.download_dir, found.repo_id, revision)
+
+
+async def cached(
+    found: HubSource, revision: str | None, settings: Settings, content: Content = "checkpoint"
+) -> FoundSnapshot:
+    """Return the snapshot in a shared Hugging Face cache; none after an own complete download."""
+    manifest = read_manifest(folder_of(found, revision, settings))
+    if manifest is not None and manifest.complete:
+        return FoundSnapshot(None)
+    return await asyncio.to_thread(
+        find_snapshot,
+        Hub(found.repo_id, settings.paths.model_dirs),
+        revision,
+        settings.paths.hf_cache,
+        content,
+        allow_pickle=settings.security.allow_pickle,
+        allow_remote_code=settings.security.allow_remote_code,
+    )
 
 
 async def fetched(

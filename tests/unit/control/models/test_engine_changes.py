@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from gpupool_state import History, Registry
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.control.models.lifecycle import merged_options
+from gpupoold.control.workers.worker import WorkerEnded
 from gpupoold.errors import Failed, UsageError
 from tests.unit.control.models.models_box import ModelsBox, running
 
@@ -84,3 +86,55 @@ async def test_an_api_that_cannot_be_mounted_undoes_the_change(box: ModelsBox) -
     row = await box.registry.get("a")
     assert row is not None
     assert row.spec.engine == {}
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_ends_leaves_the_earlier_options(box: ModelsBox) -> None:
+    box.deadly.add("a")
+    with pytest.raises(WorkerEnded):
+        await box.lifecycle.set("a", SetModelRequest(engine={"max_num_seqs": "8"}))
+    box.deadly.clear()
+    row = await box.registry.get("a")
+    assert row is not None
+    assert row.spec.engine == {}
+    await box.until_ready("a", "b")
+    assert [box.fleet.hosts.of("a", number).options for number in (0, 1)] == [{}, {}]
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_keeps_the_new_options_is_tried_again(box: ModelsBox) -> None:
+    first, second = box.fleet.availability("a").devices
+    box.errors[f"a on {second}"] = Failed("no memory")
+    controller = box.lifecycle.controller
+    replace = controller.replace
+
+    async def replaced(name: str) -> None:
+        try:
+            await replace(name)
+        finally:
+            box.errors[f"a on {first}"] = Failed("no memory either")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "replace", replaced)
+        with pytest.raises(Failed, match=r"no memory$"):
+            await box.lifecycle.set("a", SetModelRequest(engine={"max_num_seqs": "8"}))
+    assert box.fleet.hosts.of("a", first).options == {"max_num_seqs": "8"}
+    box.errors.clear()
+    await controller.replace("a")
+    assert box.fleet.hosts.of("a", first).options == {}
+
+
+@pytest.mark.asyncio
+async def test_a_removal_ends_a_change(box: ModelsBox) -> None:
+    box.hold(0, 1)
+    change = SetModelRequest(engine={"max_num_seqs": "8"})
+    changing = asyncio.create_task(box.lifecycle.set("a", change))
+    await box.until(lambda: bool(box.waiting))
+    async with asyncio.timeout(20):
+        removing = asyncio.create_task(box.lifecycle.remove("a", "force"))
+        with pytest.raises(Failed, match="a was removed"):
+            await changing
+        box.release()
+        await removing
+    assert await box.registry.get("a") is None
+    assert box.frontends.states() == {"b": "ready"}

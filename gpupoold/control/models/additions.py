@@ -18,7 +18,7 @@ from gpupoold.control.models.info import model_info
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import Intake
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import check_names_free
+from gpupoold.control.models.names import check_names_free, find_model
 from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.domain import ModelSpec, ModelState
@@ -127,9 +127,7 @@ class Additions(ModelPart):
             await self._divisions.keep(spec)
             self._fleet.loading(spec.name)
             await self._registry.set_state(spec.name, ModelState.LOADING)
-            await self._controller.load_first(spec.name, weight_bytes)
-            self._dispatcher.check_servable()
-            row = await self._mounts.open(spec)
+            await self._controller.add(spec.name, weight_bytes)
         except BaseException as error:
             await registering
             await self._undo(spec.name, str(error) or "the client disconnected")
@@ -139,7 +137,7 @@ class Additions(ModelPart):
         self._snapshots.touch(spec.name)  # else a new engine would be the first to be evicted
         text = f"serving from {spec.path}"
         self._history.record_event("info", "model_added", spec.name, text)
-        return row
+        return await find_model(self._registry, spec.name)
 
     async def _register(self, spec: ModelSpec) -> ModelRow:
         added = await self._registry.add(spec)

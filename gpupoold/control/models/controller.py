@@ -151,13 +151,14 @@ class ModelController(ModelPart):
         self._new.add(worker.number)
         self._fleet.wake(*self._order)
 
-    async def load_first(self, name: str, expected_bytes: int) -> None:
-        """Return when a device has loaded a model that a client adds, and who opens the model.
+    async def add(self, name: str, expected_bytes: int) -> None:
+        """Return when a model that a client adds is open on a first device.
 
         The model counts as being added until :meth:`end_addition`.
 
         Raises:
-            GpupoolError: no device could load the model; the caller removes the model.
+            GpupoolError: no device could load the model, or no frontend mount the API; the caller
+                removes the model.
         """
         lane = self._lane(name)
         lane.is_added, lane.expected_bytes = True, expected_bytes
@@ -366,14 +367,14 @@ class ModelController(ModelPart):
         """Let requests and clients go on that need wait no longer."""
         now = self._fleet.availability(name)
         is_busy = bool(lane.steps or decision.steps)
+        if self._fleet.is_open(name) and ModelStep(StepKind.OPEN) not in lane.steps:
+            _resolve(lane.added)
         if self._fleet.is_warm(name):
             self._dispatcher.go_on(name)
             if self._fleet.is_open(name) and now.phase is ModelPhase.READY:
                 is_bringing = any(one.kind is StepKind.BRING for one in lane.steps)
                 if not is_bringing:
                     _resolve(lane.warm)
-        if now.devices:
-            _resolve(lane.added)
         if not is_busy and not decision.blocked:
             _resolve(lane.settled)
 
@@ -485,6 +486,8 @@ class ModelController(ModelPart):
                 raise self._end_of_wait(now, lane, step)
             if step.kind is StepKind.WITHDRAW:
                 await self._failures.record(name, self._fleet.breakers.reason(name) or "")
+            if step.kind is StepKind.OPEN and lane.is_added:
+                self._dispatcher.check_servable()
             size = max(now.weight_bytes, lane.expected_bytes)
             await self._performer.perform(now, step, size)
         except GpupoolError as error:

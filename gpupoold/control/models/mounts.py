@@ -66,7 +66,7 @@ class ModelMounts(ModelPart):
             await self.mount(spec)
         await self.publish()
 
-    async def open(self, spec: ModelSpec) -> ModelRow:
+    async def open(self, spec: ModelSpec) -> None:
         """Open a loaded model for requests.
 
         The frontends get the state first, and the answer to the mount confirms the state: a client
@@ -76,21 +76,18 @@ class ModelMounts(ModelPart):
             GpupoolError: the frontends' reason, or the model is in quarantine.
         """
         async with self._in_turn:
-            return await self._open(spec)
-
-    async def _open(self, spec: ModelSpec) -> ModelRow:
-        if self._fleet.breakers.close(spec.name, time.monotonic()):
-            text = "loaded, and ready again"
-            self._history.record_event("info", "model_recovered", spec.name, text)
-        self._opening.add(spec.name)
-        try:
-            await self.publish()
-            await self.mount(spec)
-            self._fleet.check_quarantine(spec.name)  # the model may have crashed a worker
-            self._fleet.opened(spec.name)
-        finally:
-            self._opening.discard(spec.name)
-        return await self._registry.set_state(spec.name, ModelState.READY)
+            if self._fleet.breakers.close(spec.name, time.monotonic()):
+                text = "loaded, and ready again"
+                self._history.record_event("info", "model_recovered", spec.name, text)
+            self._opening.add(spec.name)
+            try:
+                await self.publish()
+                await self.mount(spec)
+                self._fleet.check_quarantine(spec.name)  # the model may have crashed a worker
+                self._fleet.opened(spec.name)
+            finally:
+                self._opening.discard(spec.name)
+            await self._registry.set_state(spec.name, ModelState.READY)
 
     async def mount(self, spec: ModelSpec) -> None:
         """Mount or remount the API of a loaded model on all frontends.

@@ -131,11 +131,11 @@ def _replacements(
 
 
 def _opens(model: ModelView, now_s: float) -> tuple[ModelStep, ...]:
-    """Return the step that mounts the API of a model with a device; an addition mounts its own."""
+    """Return the step that mounts the API of a model with a device."""
     step = ModelStep(_K.OPEN)
     is_due = not model.is_open or model.is_trial or model.phase in (_P.FAILED, _P.QUARANTINED)
     is_late = now_s >= model.retry_at_s.get(step.key, 0.0)
-    can_open = bool(model.devices) and not model.is_added and step not in model.under_way
+    can_open = bool(model.devices) and step not in model.under_way
     return (step,) if can_open and is_due and is_late else ()
 
 
@@ -304,9 +304,9 @@ def verdict(model: ModelView, step: ModelStep, error: GpupoolError) -> FailureVe
             # Another worker can do the work, or the requests wait for the next worker.
             is_full = isinstance(error, CacheFull) and step.kind is _K.BRING
             return FailureVerdict.LATER if is_ended or is_full else FailureVerdict.NOT_WARMED
-        case _K.OPEN:
+        case _K.OPEN if not model.is_added:
             return FailureVerdict.FAILED_AGAIN if model.is_trial else FailureVerdict.NOTED
-        case _K.REMOVE | _K.REPLACE:
+        case _K.REMOVE | _K.REPLACE | _K.OPEN:
             return FailureVerdict.RAISED
         case _K.FAIL:
             return _end_of_wait(model, error)

@@ -12,7 +12,6 @@ from pathlib import Path
 from gpupool_state import ModelRow
 from gpupoold.api.schemas_models import AddAdapterRequest, Progress, SetModelRequest
 from gpupoold.checkpoints.resolve import HubSource, resolve
-from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.info import model_info
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import cached, fetched, folder_of
@@ -37,13 +36,11 @@ class ModelAdapters(ModelPart):
         self,
         parts: ControlParts,
         mounts: ModelMounts,
-        drains: Drains,
         set_model: Callable[[str, SetModelRequest], Awaitable[ModelRow]],
         inspector: Inspector,
     ) -> None:
         super().__init__(parts)
         self._mounts = mounts
-        self._drains = drains
         self._set_model = set_model
         self._inspector = inspector
         self._last_number = 0
@@ -128,10 +125,10 @@ class ModelAdapters(ModelPart):
         if not isinstance(row.spec.further_named(name), Adapter):
             raise NoSuchModel(f"no adapter is named {name!r}", "see `gpupool list`")
         if mode == "refuse":
-            self._drains.check_idle(name)
+            self._check_idle(name)
         with self._mounts.hiding(name):
             if mode == "drain":
-                await self._drains.wait_idle(name)
+                await self._wait_idle(name)
             async with self._fleet.alone(row.spec.name):
                 return await self._forget(name)
 

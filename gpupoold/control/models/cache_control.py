@@ -32,7 +32,6 @@ class CacheControl(ModelPart):
     ) -> None:
         super().__init__(parts)
         self._lifecycle = lifecycle
-        self._drains = lifecycle.drains
         self._live = parts.dispatcher.live
         self._cache = cache
         self._host_budget = host_budget
@@ -99,7 +98,7 @@ class CacheControl(ModelPart):
         Raises:
             NoSuchModel: the model is not registered.
             Refused: the name is a preset's or adapter's; the model has live requests and ``mode``
-                is "refuse", or its snapshot is pinned.
+                is "refuse", its snapshot is pinned, or another unload or a removal is under way.
             TimedOut: requests were left after the drain timeout.
             Failed: a worker does not answer.
         """
@@ -112,11 +111,16 @@ class CacheControl(ModelPart):
                 f"run `gpupool cache unpin {model}` first, or keep the snapshot with --keep-host",
             )
         if mode == "refuse":
-            self._drains.check_idle(model)
-        with self._drains.closed(model):
+            self._check_idle(model)
+        if self._fleet.is_draining(model):
+            raise Refused(
+                f"{model} is being unloaded or removed",
+                "wait until the unload or removal has ended",
+            )
+        with self._fleet.draining(model):
             if mode == "force":
                 self._dispatcher.fail_model(model, f"{model} is being unloaded")
-            await self._drains.wait_idle(model)
+            await self._wait_idle(model)
             freed = await self._free(model, keep_host=keep_host)
         text = f"{format_bytes(freed.device_bytes)} on devices, "
         text += f"{format_bytes(freed.host_bytes)} of host memory freed, by hand"

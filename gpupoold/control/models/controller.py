@@ -140,7 +140,7 @@ class ModelController(ModelPart):
         self._new.discard(worker.number)
         self._history.record_event("info", "worker_ready", str(worker.number), "ready")
         self._dispatcher.worker_up(worker)
-        rows = await self._snapshots.start_order(self._registry)
+        rows = await self._snapshots.start_order()
         self._order = {str(row.spec.name): index for index, row in enumerate(rows)}
         await self._snapshots.restore(rows, worker)
         for row in rows:
@@ -578,7 +578,7 @@ class ModelController(ModelPart):
         is_due = worker.num_loads or any(number in one.blocked for one in self._lanes.values())
         if worker.is_ready and not is_due:
             worker.has_loaded = True
-            self._keep(self._snapshots.tidy(self._registry))
+            self._keep(self._snapshots.tidy())
         if worker.has_loaded or not worker.is_ready:
             self._new.discard(number)
 

@@ -19,7 +19,6 @@ from gpupoold.control.models.adapters import ModelAdapters
 from gpupoold.control.models.additions import Additions, OngoingAdditions
 from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.divisions import Divisions
-from gpupoold.control.models.drains import Drains
 from gpupoold.control.models.engine_room import EngineRoom
 from gpupoold.control.models.failures import Failures
 from gpupoold.control.models.inspection import Inspector
@@ -90,10 +89,9 @@ class ModelLifecycle(ModelPart, RequestListener):
         )
         self.mounts = mounts
         self.parking = Parking(parts)
-        self.drains = Drains(parts)
         self.presets = Presets(parts, mounts, inspector)
         self._additions = Additions(parts, snapshots, controller, mounts, divisions, inspector)
-        self.adapters = ModelAdapters(parts, mounts, self.drains, self.set, inspector)
+        self.adapters = ModelAdapters(parts, mounts, self.set, inspector)
 
     def request_began(self, model: str) -> None:
         self.controller.began(model)
@@ -331,10 +329,10 @@ class ModelLifecycle(ModelPart, RequestListener):
         try:
             if mode == "refuse":
                 _check_without_adapters(row.spec)
-                self.drains.check_idle(model)
+                self._check_idle(model)
             with self._fleet.draining(model):
                 if mode == "drain":
-                    await self.drains.wait_idle(model)
+                    await self._wait_idle(model)
                 if not self.controller.is_added(model):
                     self.controller.abandon(model, "was removed")
                 async with self._fleet.alone(model):

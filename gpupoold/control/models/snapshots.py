@@ -211,14 +211,14 @@ class ModelSnapshots(ModelPart):
         await self._saved.forget(model)
         self.host_budget.changed()
 
-    async def start_order(self, registry: Registry) -> list[ModelRow]:
+    async def start_order(self) -> list[ModelRow]:
         """See :func:`rows_in_start_order`."""
 
         def num_snapshots(row: ModelRow) -> int:
             numbers = row.spec.devices or range(len(self._supervisor.workers))
             return len(self._devices.all_of(row.spec.name, numbers))
 
-        return await rows_in_start_order(registry, self._history, self._cache, num_snapshots)
+        return await rows_in_start_order(self._registry, self._history, self._cache, num_snapshots)
 
     async def restore(self, rows: Sequence[ModelRow], worker: Worker) -> None:
         """Restore snapshots from the service manager; to be called before reads from disk."""
@@ -229,14 +229,14 @@ class ModelSnapshots(ModelPart):
             later = self._devices.degrees - {degree}
             await self._stored.restore(models, worker.ready, self._cache, degree, later)
 
-    async def tidy(self, registry: Registry) -> None:
+    async def tidy(self) -> None:
         """Delete files that belong to no registered model, when a worker of each degree is up."""
         workers = {
             self._devices.degree(one.number): one
             for one in self._supervisor.workers
             if one.is_ready and one.device.kind != "sim"
         }
-        rows = await registry.list()
+        rows = await self._registry.list()
         for row in rows:
             for degree, worker in workers.items():
                 if not self._saved.is_known(SnapshotId(row.spec.name, degree)):

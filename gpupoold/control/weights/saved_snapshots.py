@@ -117,7 +117,7 @@ class SavedSnapshots:
         """
         keys = self._keys.all()
         if self.budget_bytes and all(of in keys for of in wanted):
-            await asyncio.to_thread(self._files.remove_others, set(keys.values()))
+            await asyncio.to_thread(self._files.remove_others, lambda: self._keys.all().values())
 
     def shrink(self, last_use_of: Callable[[SnapshotId], float]) -> None:
         """Delete files beyond a smaller budget in the background.

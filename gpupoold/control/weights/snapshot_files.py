@@ -24,7 +24,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -142,9 +142,14 @@ class SnapshotFiles:
         """Delete a snapshot; log a failure."""
         _remove(self._path(key))
 
-    def remove_others(self, keys: set[str]) -> None:
-        """Delete the snapshots without one of the ``keys``, and leftovers of interrupted saves."""
+    def remove_others(self, wanted: Callable[[], Iterable[str]]) -> None:
+        """Delete the snapshots without one of the ``wanted`` keys, and leftovers of interrupted
+        saves.
+
+        The keys are asked for between two saves, because a saved snapshot may have a new key.
+        """
         with self._writing:
+            keys = set(wanted())
             for path in self._folder.glob(f"*{_SNAPSHOT_SUFFIX}{_DRAFT_SUFFIX}"):
                 _remove(path)
             for path in self._folder.glob(f"*{_SNAPSHOT_SUFFIX}"):

@@ -17,6 +17,7 @@ from gpupool_state import History, Registry
 from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.parts import ControlParts
@@ -248,7 +249,7 @@ class ModelsBox:
         self.dispatcher = Dispatcher(
             settings, history, policy, self.fleet, lambda _, message: self.replies.append(message)
         )
-        self.parts = parts = ControlParts(
+        parts = ControlParts(
             settings, registry, history, self.fleet, self.dispatcher, self.supervisor
         )
         self.snapshots = snapshots = ModelSnapshots(parts, self.cache, self.saved, stored)
@@ -256,6 +257,9 @@ class ModelsBox:
             parts, cast(Frontends, self.frontends), snapshots, self.cache, self.inspector
         )
         self.dispatcher.listener = self.lifecycle
+        self.cache_control = CacheControl(
+            parts, self.lifecycle, self.cache, snapshots.host_budget, self.saved
+        )
         self.processes: dict[int, PlayedWorker] = {}
 
     def hold(self, *numbers: int) -> None:

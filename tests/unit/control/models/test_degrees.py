@@ -11,7 +11,6 @@ import pytest
 from gpupool_state import History, Registry
 from gpupoold.api.schemas_cache import CachedModel
 from gpupoold.api.schemas_models import SetModelRequest
-from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.host_budget import CacheFull
 from gpupoold.domain import Event
@@ -35,9 +34,7 @@ def files(box: ModelsBox) -> list[str]:
 
 
 async def cached(box: ModelsBox, name: str) -> CachedModel:
-    parts = box.parts
-    control = CacheControl(parts, box.lifecycle, box.cache, box.snapshots.host_budget, box.saved)
-    [found] = [one for one in (await control.info()).models if one.name == name]
+    [found] = [one for one in (await box.cache_control.info()).models if one.name == name]
     return found
 
 

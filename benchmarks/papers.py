@@ -54,13 +54,6 @@ _ACTIVATIONS = {
 _BASELINES = {"14B": " (baseline: 7.1, 5.5 x)"}
 # Aladdin, table 1: the same workers on another card.
 _ON_V100 = {"Llama-2-7B": 1, "Llama-2-13B": 2}
-# Aladdin, figure 10.
-_BEST_FIT_REMARK = (
-    "the paper does not name the model, and counts GPUs for all requests in time by TTFT and mean "
-    "time per token, here tokens by deadline at 90 %; here KV needs a quarter of its memory at 4 "
-    "requests/s, so that the shortest queue has the shortest steps"
-)
-_FREE = "our `request-level` switches as fast as gpupool: with 3 s more per load it holds less"
 
 
 class PaperFigure(TypedDict):
@@ -110,7 +103,7 @@ def _aegaeon(rows: Sequence[RunRow], goodputs: Goodputs) -> Iterator[PaperFigure
         ("13b", "at least 1.125 x ServerlessLLM and MuxServe"),
     ):
         loads = goodputs.get(f"aegaeon-fig{name}", {})
-        yield from _ratios(figure, name, loads, "request-level-4", published, _FREE)
+        yield from _ratios(figure, name, loads, "request-level-4", published)
         if name in ("13a", "13b"):
             yield from _ratios(figure, name, loads, "static", published)
     slow = goodputs.get("aegaeon-fig11a-slow-switch", {}).get("request-level")
@@ -126,7 +119,7 @@ def _aegaeon(rows: Sequence[RunRow], goodputs: Goodputs) -> Iterator[PaperFigure
         for policy in ("request-level-4", "gpupool"):
             ours += f", {policy} {_load(strict[policy])}" if strict.get(policy) else ""
         published = "less than MuxServe, more than ServerlessLLM"
-        why = "the second half is reversed here: " + _FREE
+        why = "the second half is reversed here"
         yield figure("13c", "models at 90 %", published, ours, why)
     left = [goodputs.get(f"aegaeon-fig17-a10{part}", {}) for part in ("-strict", "", "-loose")]
     if all(one.get("aegaeon") for one in left):
@@ -135,12 +128,7 @@ def _aegaeon(rows: Sequence[RunRow], goodputs: Goodputs) -> Iterator[PaperFigure
             what = f"models at 90 %, TBT x 0.5, 1, 2: {policy}"
             yield figure("17 left", what, "loose much more than strict", ours)
     right = goodputs.get("aegaeon-fig17-72b", {})
-    yield from _ratios(figure, "17 right", right, "request-level-4", "as on one GPU", _FREE)
-    private = "its requests are not public"
-    yield figure(
-        "18", "GPU utilisation of a deployment", "13.3 to 33.9 %, then 48.1 %", "", private
-    )
-    yield figure("7.5", "GPUs of the same deployment", "1,192, then 213", "", private)
+    yield from _ratios(figure, "17 right", right, "request-level-4", "as on one GPU")
 
 
 def _ratios(
@@ -149,18 +137,18 @@ def _ratios(
     loads: Mapping[str, Any],
     rival_name: str,
     published: str,
-    why: str = "",
+    policies: Sequence[str] = ("aegaeon", "gpupool"),
 ) -> Iterator[PaperFigure]:
-    rival = loads.get(rival_name)
-    for policy in ("aegaeon", "gpupool"):
-        if rival and loads.get(policy):
-            bound = "at least " if loads[policy]["is_lower_bound"] else ""
-            ratio = f"{bound}{loads[policy]['load'] / rival['load']:.2f} x"
-            what = f"load at 90 % over {rival_name}: {policy}"
-            is_theirs = policy == "aegaeon"
-            yield figure(
-                name, what, published if is_theirs else "", ratio, why if is_theirs else ""
-            )
+    """Yield the loads of policies as multiples of a rival's, if any of them has run."""
+    if not (rival := loads.get(rival_name)):
+        return
+    ratios = []
+    for policy in policies:
+        if best := loads.get(policy):
+            bound = "at least " if best["is_lower_bound"] else ""
+            ratios.append(f"{policy} {bound}{best['load'] / rival['load']:.2f} x")
+    if ratios:
+        yield figure(name, f"load at 90 % over {rival_name}", published, ", ".join(ratios))
 
 
 def _prism(workloads: Path | None) -> Iterator[PaperFigure]:
@@ -173,8 +161,7 @@ def _prism(workloads: Path | None) -> Iterator[PaperFigure]:
             quantity=f"seconds to activate a model of {size} on {num_gpus} x H100",
             published=f"{published_s:g}{_BASELINES.get(size, '')}",
             ours=f"{ours_s:.2f}",
-            why=f"a closed form, not a measurement: bytes of {name} over each GPU's own link from "
-            "pinned memory, without mapping; the paper names no models, and its memory is pageable",
+            why=name,
         )
     yield PaperFigure(
         paper="Prism",
@@ -182,7 +169,7 @@ def _prism(workloads: Path | None) -> Iterator[PaperFigure]:
         quantity="seconds to activate a model of 8B, without mapping ahead",
         published="0.7",
         ours="0.34",
-        why="measured on one H200 (docs/internals/gpu.md), from pinned memory",
+        why="measured on one H200, from pinned memory",
     )
     published = {
         "static": "51 % (MuxServe++); 39 % (S-partition)",
@@ -198,37 +185,8 @@ def _prism(workloads: Path | None) -> Iterator[PaperFigure]:
                 quantity=f"first tokens in time, 8 models on 2 x H100: {policy}",
                 published=value,
                 ours="refused" if "refused" in row else _share(row["ttft_attainment"]),
-                why="the paper's requests are not public: five minutes of Arena-Chat, 8B models, "
-                "targets of 1 s and 50 ms"
-                + (
-                    ". This load fits the memory whole, so that nothing separates `static`, which "
-                    "shares KV memory as MuxServe++, from gpupool"
-                    if policy == "static"
-                    else ""
-                ),
+                why="",
             )
-    for name, quantity, value in (
-        (
-            "table 1",
-            "GPUs for 8 models",
-            "dedicated 8, S-partition 7, MuxServe++ 5, QLM 8, Prism 2",
-        ),
-        ("7", "load and targets at 99 %, 18 models on 4 and 5 GPUs", "up to 3.5 x the requests"),
-        (
-            "7",
-            "scale of the TTFT and TPOT targets for 99 % in time; MuxServe++ at the largest scale",
-            "20 and 22 (Hyperbolic), 10 and 3 (Arena-Chat); TTFT 84.79 and 67.22 %",
-        ),
-        ("12", "GPUs for 58 models", "16 (MuxServe++: 32, or 20 at six times the target)"),
-    ):
-        yield PaperFigure(
-            paper="Prism",
-            figure=name,
-            quantity=quantity,
-            published=value,
-            ours="",
-            why="the requests and most of the models are not public",
-        )
 
 
 def _eight_models(policy: str, workloads: Path | None) -> RunRow | None:
@@ -264,7 +222,6 @@ def _tokenscale(rows: Sequence[RunRow], workloads: Path | None) -> Iterator[Pape
             f"decode tokens/s of {name}, 9 classes from 256-100 to 8192-610",
             f"{published[0]:,} to {published[-1]:,}",
             f"{ours[0]:,.0f} to {ours[-1]:,.0f}: {ratios[0]:.2f} to {ratios[-1]:.2f} of theirs",
-            "the packaged step times are of eager steps, without CUDA graphs",
         )
     rates = dict.fromkeys(_BUCKETS, 22 / len(_BUCKETS))
     velocities = dict(zip(_BUCKETS, map(float, _VELOCITIES["Llama-3.1-8B"]), strict=True))
@@ -274,9 +231,7 @@ def _tokenscale(rows: Sequence[RunRow], workloads: Path | None) -> Iterator[Pape
         "decoders for 22 requests/s of 9 classes, by equation 3",
         "",
         f"{decoders:.2f}",
-        "the paper's own velocities of table II in its own equation: a check of the arithmetic. "
-        "The text at hand gives neither the number of decoders nor the rate of this experiment; 22 "
-        "requests/s is the rate of the traces",
+        "the paper's velocities in its own equation, at the rate of the traces",
     )
     if (share := _burst_share(workloads)) is not None:
         yield figure(
@@ -296,7 +251,6 @@ def _tokenscale(rows: Sequence[RunRow], workloads: Path | None) -> Iterator[Pape
                 "none" if p99_s is None else f"{p99_s:.2f} s (p99)",
                 "the lengths are not published: prompts of 2,048, answers of 28 tokens",
             )
-    yield figure("9", "requests in time", "80 to 96 %", "", "boxes do not grow with the load here")
 
 
 def _decode_velocity(name: str, kind: RequestClass) -> float:
@@ -340,36 +294,19 @@ def _aladdin(goodputs: Goodputs) -> Iterator[PaperFigure]:
     ):
         rates = _group_rates(model, gpu, tbt_s)
         best = max(rates, key=lambda one: rates[one])
-        why = f"equation 6; groups with measurements: {', '.join(map(str, rates))}"
-        if num_gpus not in rates:
-            why += f", so {num_gpus} cannot come out; of these {best} is best"
+        measured = ", ".join(map(str, rates))
+        why = f"only groups of {measured} are measured; of these {best} is best"
         yield figure(
             "table 1",
             f"GPUs per worker, {model} on {gpu}",
             f"{num_gpus} ({card}; V100: {_ON_V100[model]})" if card else str(num_gpus),
             str(best) if num_gpus in rates else "",
-            why,
+            "" if num_gpus in rates else why,
         )
     loads = goodputs.get("aladdin-fig10", {})
-    rival = loads.get("shortest-queue")
     fewer = "up to 40 % fewer GPUs, which is at most 1.67 x the load (against vLLM 71 % fewer)"
-    for policy, published in (("best-fit", fewer), ("power-of-two", ""), ("gpupool", "")):
-        if rival and loads.get(policy):
-            ratio = f"{loads[policy]['load'] / rival['load']:.2f} x"
-            yield figure(
-                "10",
-                f"load at 90 % over shortest-queue on 4 x A100-80, a 13B model: {policy}",
-                published,
-                ratio,
-                _BEST_FIT_REMARK if published else "",
-            )
-    yield figure(
-        "12",
-        "GPUs for the decode phase, prompts on other GPUs",
-        "up to 60 % fewer than shortest-queue, 49 % fewer than power-of-two",
-        "",
-        "the paper simulates the decode phase alone",
-    )
+    policies = ("best-fit", "power-of-two", "gpupool")
+    yield from _ratios(figure, "10", loads, "shortest-queue", fewer, policies)
     p99_s, num = _best_fit_p99_s()
     yield figure(
         "13",

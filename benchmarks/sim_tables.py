@@ -27,11 +27,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 _DOCS = Path(__file__).resolve().parent.parent / "docs" / "internals"
 _PAGES = (_DOCS / "scheduling.md", _DOCS / "papers.md")
-_SYNTH = "aegaeon-synth-"
 _MARKED = re.compile(r"<!-- bench-sim: (?P<name>[\w-]+) -->\n(?P<old>.*?)<!-- end -->", re.DOTALL)
 _BEGIN = "<!-- bench-sim:"
-# Policies shown also with the metric of Aegaeon's authors.
-_BOTH_METRICS = ("gpupool", "aegaeon")
 
 
 def main() -> int:
@@ -139,32 +136,6 @@ def papers_table(paper: str) -> Callable[[Report], str]:
     return table_of
 
 
-def synth_table(report: Report) -> str:
-    """Attainment on each request list of the Aegaeon artifact."""
-    return _attainments(row for row in report["rows"] if row["preset"].startswith(_SYNTH))
-
-
-def fig11a_table(report: Report) -> str:
-    """Attainment by number of models, with two metrics for two of the policies."""
-    rows = [row for row in report["rows"] if row["preset"] == "aegaeon-fig11a"]
-    by_point = {(row["models"], row["policy"]): row for row in rows}
-    policies = _known(row["policy"] for row in rows)
-    lines = []
-    for models in sorted({row["models"] for row in rows}):
-        cells = [str(models)]
-        for policy in policies:
-            row = by_point.get((models, policy))
-            cells.append(_attained(row))
-            if policy in _BOTH_METRICS:
-                cells.append(_attained(row, "attainment_paper"))
-        cells.append(_bound(next(row for row in rows if row["models"] == models)))
-        lines.append(cells)
-    heads = ["models"]
-    for policy in policies:
-        heads += [policy, f"{policy}, paper's metric"] if policy in _BOTH_METRICS else [policy]
-    return _markdown([*heads, "bound"], lines)
-
-
 def fig6_table(report: Report) -> str:
     """The three ways to share devices between prompts and answers."""
     lines = [
@@ -181,26 +152,11 @@ def fig6_table(report: Report) -> str:
     return _markdown(("policy", "attainment", "TTFT p50", "TTFT p99", "switches"), lines)
 
 
-def losses_table(report: Report) -> str:
-    """Points at which another policy did better than the default one."""
-    lines = []
-    for one in report["below_another_policy"]:
-        where = f"`{one['preset']}`", str(one["models"]), f"{one['rps']:g}"
-        [other] = [name for name in one if name in POLICY_NAMES and name != "gpupool"]
-        lines.append((*where, _percent(one["gpupool"]), other, _percent(one[other])))
-    if not lines:
-        return "None.\n"
-    return _markdown(("preset", "models", "rps", "gpupool", "better", "its attainment"), lines)
-
-
 TABLES: Mapping[str, Callable[[Report], str]] = {
     "figures": figures_table,
     "goodput": goodput_table,
     "recorded": recorded_table,
-    "synth": synth_table,
-    "fig11a": fig11a_table,
     "fig6": fig6_table,
-    "losses": losses_table,
     "others": others_table,
     **{f"papers-{name.lower()}": papers_table(name) for name in PAPERS},
 }

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.judges.selection import LEFT_OUT
 from benchmarks.judges.verdicts import Outcome, Row, Verdict, differences
 
 _HEAD = """\
@@ -23,15 +22,11 @@ fails with both depends on the tiny model, the CPU, vLLM, or a choice of both (a
 a name goes to the only model; there is no `/v1/responses/compact`). A difference without a \
 reason in `benchmarks/judges/known.py` makes `make judge` fail.
 
-| judge | content |
-| --- | --- |
-| llm-comply | OpenAI's chat completions, Open Responses (a port of their runner) and Anthropic's \
-messages, against the specifications of each; a package from PyPI |
-| vllm-tests | tests of the OpenAI and Anthropic APIs, of pooling and of tools in the source \
-package of the installed release of vLLM |
-
-The model is `tiny-trained` (`scripts/tiny_trained.py`), trained on some 40 chats: the model \
-stops, answers JSON, calls tools and answers after the results of tools.
+llm-comply, a package from PyPI, tests OpenAI's chat completions, Open Responses and Anthropic's \
+messages against their specifications. vllm-tests are the tests of vLLM's source package that \
+`benchmarks/judges/selection.py` names: none of vLLM's own metrics, command line and paths, of \
+classes without a server, or of published models. The model is `tiny-trained` \
+(`scripts/tiny_trained.py`).
 """
 
 
@@ -59,7 +54,7 @@ def read_report(path: Path) -> Report:
 
 def page_text(report: Report) -> str:
     """Return the page."""
-    lines = [_HEAD, *_summary(report.rows), "", *_differences(report.rows), "", *_left_out()]
+    lines = [_HEAD, *_summary(report.rows), "", *_differences(report.rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -82,24 +77,9 @@ def _differences(rows: Sequence[Row]) -> Iterator[str]:
         return
     yield "| judge | tests | gpupool | vllm serve | reason |"
     yield "| --- | --- | --- | --- | --- |"
-    by_reason: dict[tuple[str, str], list[str]] = {}
-    for row in found:
-        outcomes = f"{row.gpupool.outcome} | {row.vllm.outcome} | {row.reason or '**none**'}"
-        by_reason.setdefault((row.judge, outcomes), []).append(row.test)
-    for (judge, outcomes), tests in by_reason.items():
-        yield f"| {judge} | {', '.join(map(_code, tests))} | {outcomes} |"
-
-
-def _left_out() -> Iterator[str]:
-    yield "## Tests of vLLM that are not run\n"
-    yield "| files below `tests` | reason |"
-    yield "| --- | --- |"
-    by_reason: dict[str, list[str]] = {}
-    for files, reason in LEFT_OUT.items():
-        by_reason.setdefault(reason, []).append(files)
-    for reason, found in by_reason.items():
-        yield f"| {', '.join(map(_code, found))} | {reason} |"
-
-
-def _code(text: str) -> str:
-    return "`" + text.replace("|", "\\|").replace("`", "'") + "`"
+    by_reason = Counter(
+        (row.judge, f"{row.gpupool.outcome} | {row.vllm.outcome} | {row.reason or '**none**'}")
+        for row in found
+    )
+    for (judge, outcomes), count in by_reason.items():
+        yield f"| {judge} | {count} | {outcomes} |"

@@ -1,4 +1,4 @@
-"""Which of vLLM's own API tests are run, and why others are not."""
+"""Which of vLLM's own API tests are run."""
 
 from __future__ import annotations
 
@@ -55,46 +55,3 @@ MODELS: Mapping[str, str] = {
     "sentence-transformers/all-MiniLM-L12-v2": "tiny-bert-embed",
 }
 """The tiny checkpoint that stands for each published model in the tests."""
-
-_ADAPTER = "needs a published adapter"
-_EMBEDS = "sends embeddings of a published model's prompts (`--enable-prompt-embeds`)"
-_IMAGE = "needs a vision model"
-_NO_SERVER = "calls vLLM's classes in the process of the test, without a server"
-_PUBLISHED = "compares with numbers or texts of a published model"
-LEFT_OUT: Mapping[str, str] = {
-    "entrypoints/pooling/embed/test_cohere_*.py, entrypoints/cohere": "is about `/v2/embed` and "
-    "`/v2/chat`, which gpupool does not offer",
-    "entrypoints/scale_out, entrypoints/generate, entrypoints/serve/dev, sagemaker, lora": "is "
-    "about paths that gpupool does not offer, or has in its own form",
-    "entrypoints/serve/instrumentator/test_*metrics.py, test_uds.py": "is about vLLM's own "
-    "metrics and sockets",
-    "entrypoints/serve/middleware, entrypoints/launchers, entrypoints/cli": "is about vLLM's own "
-    "command line",
-    "entrypoints/openai/chat_completion/test_chat.py": _ADAPTER,
-    "entrypoints/openai/models/test_models.py": _ADAPTER,
-    "entrypoints/openai/test_return_tokens_as_ids.py": _ADAPTER,
-    "entrypoints/openai/completion/test_lora_resolvers.py": _ADAPTER,
-    "entrypoints/openai/*/test_*_with_prompt_embeds.py": _EMBEDS,
-    "entrypoints/openai/chat_completion/test_extra_content_fields.py": _IMAGE,
-    "entrypoints/openai/test_openai_schema.py": "needs a vision model; `make fuzz` sends requests "
-    "made from the same description",
-    "entrypoints/pooling/**/test_*_vision.py": _IMAGE,
-    "entrypoints/openai/chat_completion/test_completion_with_function_calling.py": "needs a model "
-    "that thinks, and watermarks, which gpupool does not offer",
-    "entrypoints/openai/chat_completion/test_thinking_token_budget.py": "needs a model that thinks",
-    "entrypoints/openai/chat_completion/test_root_path.py": "needs a server behind a path, which "
-    "gpupool does not offer",
-    "entrypoints/openai/test_chunked_prompt.py": "is about the engine, and needs a long context",
-    "entrypoints/openai/completion/test_prompt_validation.py": "is about vLLM's own command line",
-    "entrypoints/openai/completion/test_t*.py": "needs a format of weights, or no tokenizer",
-    "entrypoints/openai/responses/test_harmony.py, test_mcp_tools.py, "
-    "test_parsable_context.py": "needs gpt-oss or Qwen3-8B, and a server of tools",
-    "entrypoints/openai/**/test_serving_*.py, test_*_error*.py, test_protocol.py, "
-    "test_*_utils.py, test_*_unit.py, test_*_validation.py": _NO_SERVER,
-    "entrypoints/pooling/**/test_offline.py, test_*_unit.py, test_protocol.py": _NO_SERVER,
-    "entrypoints/pooling/embed/test_online_dimensions.py, test_online_long_text.py": _PUBLISHED,
-    "entrypoints/pooling/reward, **/test_*_mteb.py": _PUBLISHED,
-    "entrypoints/pooling/scoring/test_late_interaction_*.py": _PUBLISHED,
-    "entrypoints/openai/correctness": _PUBLISHED,
-    "tool_use with other models than Hermes": "needs these models and their templates",
-}

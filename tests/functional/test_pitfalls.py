@@ -1,4 +1,4 @@
-"""Errors of other systems that need the real engine; all: ``docs/internals/memory.md``."""
+"""Errors of other systems that need the real engine."""
 
 from __future__ import annotations
 

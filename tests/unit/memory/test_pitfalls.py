@@ -1,4 +1,4 @@
-"""What other systems got wrong about memory; ``docs/internals/memory.md`` has the whole list."""
+"""What other systems got wrong about memory."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.phases import TRANSITIONS, RequestPhase
+from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.aegaeon import MAX_GROUP_SIZE, AegaeonPolicy
 from gpupoold.scheduling.policies.base import CannotServe
 from gpupoold.scheduling.policies.planned_turns import (
@@ -38,19 +36,6 @@ class TestThePage:
     def test_names_every_policy_in_a_heading(self) -> None:
         headings = re.findall(r"^### `([\w-]+)`", PAGE, re.MULTILINE)
         assert sorted(headings) == sorted(POLICY_NAMES)
-
-    def test_has_the_defaults_of_the_tuning(self) -> None:
-        rows = dict(re.findall(r"^\| `(\w+_\w+)` \| ([\d.]+) ", PAGE, re.MULTILINE))
-        assert {name: float(text) for name, text in rows.items()} == {
-            field.name: field.default for field in fields(Tuning)
-        }
-
-    def test_has_the_transition_table(self) -> None:
-        rows = re.findall(r"^\| ([A-Z]+) \| ([A-Z_]+) \| ([A-Z]+) \|", PAGE, re.MULTILINE)
-        assert Counter(rows) == Counter(
-            (before.name, trigger.name, after.name)
-            for (before, trigger), after in TRANSITIONS.items()
-        )
 
 
 class TestWhenKvMemoryIsFull:
@@ -259,8 +244,9 @@ def test_static_refuses_the_third_of_three_models() -> None:
     driver = Driver(make_policy("static"), "a b c", weight_bytes=30 * GB)
     with pytest.raises(CannotServe) as refusal:
         driver.core.policy.check(driver.state)
-    assert str(refusal.value) in PAGE
-    assert "no device has 31.6 GB free for c" in str(refusal.value)
+    assert str(refusal.value) == (
+        "only 2 of 3 models fit the devices at once: no device has 31.6 GB free for c"
+    )
 
 
 def test_prefill_first_stops_an_answer_at_once() -> None:

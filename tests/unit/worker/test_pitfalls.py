@@ -1,4 +1,4 @@
-"""Errors of other systems in switching models; all: ``docs/internals/memory.md``."""
+"""Errors of other systems in switching models."""
 
 from __future__ import annotations
 

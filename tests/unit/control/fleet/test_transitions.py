@@ -87,13 +87,3 @@ def test_the_page_has_the_phases_as_users_see_them() -> None:
         (phase.name, "" if phase in hidden else Availability(phase).state.value)
         for phase in ModelPhase
     ]
-
-
-def test_the_page_has_every_transition() -> None:
-    rows = re.findall(r"^\| ([A-Z, ]+) \| ([A-Z_]+) \| ([A-Z]+) \|$", PAGE, re.MULTILINE)
-    listed = [
-        (phase, event, after) for phases, event, after in rows for phase in phases.split(", ")
-    ]
-    tables = [MODEL_TRANSITIONS.items(), HOST_TRANSITIONS.items()]
-    known = [(a.name, event.name, b.name) for table in tables for (a, event), b in table]
-    assert sorted(listed) == sorted(known)

@@ -11,6 +11,8 @@ from typing import Any
 
 import uvicorn
 
+from tests.support.quick_server import QuickServer
+
 Connect = Callable[..., Awaitable["Client"]]
 # Nothing here may take so long, on however busy a machine.
 PATIENCE_S = 60
@@ -25,7 +27,7 @@ async def http_server(
         app, port=0, http=protocol, lifespan="off", log_config=None,
         timeout_keep_alive=keep_alive_s, **options,
     )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = QuickServer(config)
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

@@ -15,6 +15,7 @@ from gpupoold.access.fleet import make_secret
 from gpupoold.fleet.agent import Agent
 from gpupoold.fleet.controller import Controller
 from gpupoold.fleet.entrance import Entrance
+from tests.support.quick_server import QuickServer
 
 _PUBLISHES_EVERY_S = 0.1
 
@@ -54,7 +55,7 @@ async def local_fleet(
     listener = socket.create_server(("127.0.0.1", 0))
     fleet.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = uvicorn.Config(fleet.entrance, log_config=None, lifespan="off")
-    server = uvicorn.Server(config)
+    server = QuickServer(config)
     tasks = [asyncio.create_task(fleet.controller.run()), asyncio.create_task(fleet.publish())]
     serving = asyncio.create_task(server._serve([listener]))
     try:

@@ -21,6 +21,7 @@ from gpupoold.errors import Failed
 from gpupoold.frontend.errors import ApiError, send_error
 from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.router import CheckpointFiles
+from tests.support.quick_server import QuickServer
 from tests.unit.checkpoints.download_tools import (
     REPO,
     WEIGHTS,
@@ -47,7 +48,7 @@ def node(folder: Path, secret: str = SECRET) -> Iterator[str]:
         except ApiError as error:
             await send_error(send, error)
 
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+    server = QuickServer(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

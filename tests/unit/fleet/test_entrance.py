@@ -20,6 +20,7 @@ from gpupoold.fleet import asgi, entrance as entrance_module
 from gpupoold.fleet.cluster import FleetTable, Node
 from gpupoold.fleet.entrance import Entrance
 from gpupoold.wire.continuation import CONTINUES_HEADER
+from tests.support.quick_server import QuickServer
 from tests.unit.fleet.fleets import model, report
 
 SECRET = "ab" * 32
@@ -42,7 +43,7 @@ class ScriptedNode:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         config = uvicorn.Config(self, log_config=None, lifespan="off")
-        self.server = uvicorn.Server(config)
+        self.server = QuickServer(config)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/health":
@@ -144,7 +145,7 @@ async def fleet(
     await entrance.start()
     entrance.replace(table)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(entrance, log_config=None, lifespan="off"))
+    server = QuickServer(uvicorn.Config(entrance, log_config=None, lifespan="off"))
     serving.append(asyncio.create_task(server._serve([listener])))
     try:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -47,6 +47,7 @@ from gpupoold.errors import (
     UsageError,
     no_such_device,
 )
+from tests.support.quick_server import QuickServer
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.fake_views import NDJSON, POLL_S, add_view_routes, line_of
 
@@ -66,7 +67,7 @@ class ServerThread:
             lifespan="off",
             timeout_graceful_shutdown=1,
         )
-        self._server = uvicorn.Server(config)
+        self._server = QuickServer(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     @property

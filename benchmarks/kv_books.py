@@ -98,7 +98,7 @@ def microseconds(act: Callable[[], Any]) -> float:
 
 def _between_steps(residency: Residency, name: str) -> None:
     residency.advance(name)
-    residency.settle_exports()
+    residency.eviction.settle_exports()
 
 
 def measure(num_models: int, num_extents: int) -> dict[str, float]:

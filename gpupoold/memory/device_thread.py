@@ -19,8 +19,9 @@ class DeviceThread:
     """One thread that runs jobs in order; jobs may call ``pin`` and ``unpin`` of a device."""
 
     def __init__(self, device: Device, name: str) -> None:
-        self._copy_stream = device.open_copy_stream(Direction.IN)
-        self._thread = ThreadPoolExecutor(1, name, self._join_device)
+        self._copy_stream = stream = device.open_copy_stream(Direction.IN)
+        # An empty batch makes the device's context current in the thread.
+        self._thread = ThreadPoolExecutor(1, name, lambda: stream.wait(stream.begin([], 0)))
 
     def submit(self, job: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Run ``job`` after all earlier jobs; return its future result."""
@@ -30,7 +31,3 @@ class DeviceThread:
         """Wait for all jobs, then end the thread."""
         self._thread.shutdown()
         self._copy_stream.close()
-
-    def _join_device(self) -> None:
-        """Make the device's context current in the thread."""
-        self._copy_stream.wait(self._copy_stream.begin([], 0))

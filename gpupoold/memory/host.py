@@ -265,10 +265,6 @@ class KvHostCache:
         blocks = self.slabs.allocate(block_bytes, num_blocks)
         return None if blocks is None else HostSlot(self, blocks)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when the slots' bookkeeping is inconsistent."""
-        self.slabs.check_integrity()
-
     def close(self) -> None:
         if self.table is not None:
             self.table.close()

@@ -153,8 +153,8 @@ class KvMemory(KvExtents):
         Another thread calls ``on_end`` with True if all bytes have arrived, else False. Returns
         None without starting if the host is full. Transfers in progress are stopped first.
         """
-        self.stop_leaving()
-        self.stop_arriving()
+        self.stop(Place.LEAVING)
+        self.stop(Place.ARRIVING)
         slot = self._host.allocate(self.geometry.block_bytes, len(blocks))
         if slot is None:
             return None
@@ -271,13 +271,18 @@ class KvMemory(KvExtents):
         """Return the oldest transfer of extents ``LEAVING`` or ``ARRIVING``, None without any."""
         return next((group.transfer for group in self._moving if group.place is place), None)
 
-    def stop_leaving(self) -> None:
-        """Cancel offloads in progress; the extents stay on the device."""
-        self._stop(Place.LEAVING)
+    def stop(self, place: Place) -> None:
+        """Cancel transfers of extents ``LEAVING``, which stay on the device, or ``ARRIVING``.
 
-    def stop_arriving(self) -> None:
-        """Cancel restorations in progress; extents that have arrived stay on the device."""
-        self._stop(Place.ARRIVING)
+        Extents that have arrived stay on the device.
+        """
+        moving = [(group, group.transfer) for group in self._groups(place) if group.transfer]
+        for _, transfer in moving:
+            transfer.cancel()  # all before any wait, else the next transfer would start meanwhile
+        for group, transfer in moving:
+            num_copied = transfer.stop()
+            is_on_device = place is Place.LEAVING or num_copied == transfer.num_bytes
+            self._drop(self._settle_at(group, Place.DEVICE if is_on_device else Place.HOST))
 
     def discard_dead(self) -> None:
         """Hold the blocks of offloaded extents that ended requests have freed.
@@ -365,15 +370,6 @@ class KvMemory(KvExtents):
             self._drop(self._settle_at(group, Place.DEVICE if is_leaving else Place.HOST))
             raise
         return self._settle_at(group, Place.HOST if is_leaving else Place.DEVICE)
-
-    def _stop(self, place: Place) -> None:
-        moving = [(group, group.transfer) for group in self._groups(place) if group.transfer]
-        for _, transfer in moving:
-            transfer.cancel()  # all before any wait, else the next transfer would start meanwhile
-        for group, transfer in moving:
-            num_copied = transfer.stop()
-            is_on_device = place is Place.LEAVING or num_copied == transfer.num_bytes
-            self._drop(self._settle_at(group, Place.DEVICE if is_on_device else Place.HOST))
 
     def _settle_at(self, group: Group, place: Place) -> list[int]:
         """Record that a whole group is on the device, or only on the host.

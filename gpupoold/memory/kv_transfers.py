@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpupoold.memory import libc
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.device_thread import DeviceThread
-from gpupoold.memory.host import lay
+from gpupoold.memory.host import HostBuffer, lay
 
 _logger = logging.getLogger(__name__)
 
@@ -65,22 +64,13 @@ class PeerCache:
         Raises:
             OSError: the process has too few addresses.
         """
-        self._num_bytes = num_bytes // device.num_ranks
+        self._buffer = HostBuffer(fd, num_bytes // device.num_ranks, is_populated=False)
         self._device = device
         self._thread = thread
-        self._fd = fd
-        shared = libc.MAP_SHARED | libc.MAP_NORESERVE
-        try:
-            self._address = libc.mmap(None, self._num_bytes, libc.PROT_READ_WRITE, shared, fd, 0)
-        except OSError:
-            os.close(fd)
-            raise
         self._num_users = 1
         self._is_pinned = False
         if self._needs_pinning:
             thread.submit(self._pin)
-        else:
-            os.close(fd)
 
     @property
     def is_usable(self) -> bool:
@@ -90,7 +80,7 @@ class PeerCache:
     def slot(self, offsets: Sequence[tuple[int, int]], on_free: Callable[[], None]) -> PeerSlot:
         """Return the slot at ``offsets``, a list of ``(offset, num_bytes)``, in a usable cache."""
         self._num_users += 1
-        pieces = [(self._address + offset, num_bytes) for offset, num_bytes in offsets]
+        pieces = [(self._buffer.address + offset, num_bytes) for offset, num_bytes in offsets]
         return PeerSlot(self, pieces, on_free)
 
     def leave(self) -> None:
@@ -110,12 +100,11 @@ class PeerCache:
 
     def _pin(self) -> None:
         if not self._num_users:
-            os.close(self._fd)
             return  # the last user left before this job started
         started_s = time.monotonic()
         try:
-            self._device.pin(self._address, self._num_bytes)
-            self._device.share_host(self._address, self._num_bytes, self._fd)
+            self._device.pin(self._buffer.address, self._buffer.num_bytes)
+            self._device.share_host(self._buffer.address, self._buffer.num_bytes, self._buffer.fd)
         except Exception as error:  # affects only KV transfers from that cache
             _logger.error(
                 "another worker's KV host cache cannot be pinned: %s; requests that migrate from "
@@ -123,8 +112,6 @@ class PeerCache:
                 error,
             )
             return
-        finally:
-            os.close(self._fd)
         self._is_pinned = True
         _logger.info(
             "pinned another worker's KV host cache in %.2f s", time.monotonic() - started_s
@@ -134,11 +121,11 @@ class PeerCache:
         """Unpin and unmap the cache; on a device that needs pinning, in the thread of ``_pin``."""
         try:
             if self._is_pinned:
-                self._device.unpin(self._address, self._num_bytes)
+                self._device.unpin(self._buffer.address, self._buffer.num_bytes)
         except Exception:
             _logger.exception("cannot unpin another worker's KV host cache, which stays mapped")
         else:
-            libc.munmap(self._address, self._num_bytes)
+            self._buffer.close()
 
 
 @dataclass(eq=False, slots=True)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.wire import messages as m
 from gpupoold.worker.device import open_device
@@ -189,7 +190,7 @@ class MovingEngines:
             return
         slot, transfer = exported
         transfer.wait()
-        self.residency.settle_exports()
+        self.residency.eviction.settle_exports()
         num_blocks, moving.num_arrived = len(computed.blocks), computed.num_tokens
         kv_transfer = m.KvTransfer("", 0, num_blocks, [], computed.num_tokens)
         target.add(moving.frames, moving.tokens, (slot, kv_transfer))
@@ -205,8 +206,8 @@ class MovingEngines:
     def _lose(self, name: str) -> None:
         """Drop all KV of an engine, as if the host had no room for the KV."""
         engine = self._engines[name]
-        engine.kv.stop_leaving()
-        engine.kv.stop_arriving()
+        engine.kv.stop(Place.LEAVING)
+        engine.kv.stop(Place.ARRIVING)
         engine.preempt()
         engine.kv.discard_dead()
         for moving in self.requests.values():

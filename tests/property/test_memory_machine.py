@@ -234,13 +234,13 @@ class MemoryMachine(RuleBasedStateMachine):
     def want_again(self, which: int) -> None:
         model = self.model(which)
         leaving = model.kv.extents(Place.LEAVING)
-        model.kv.stop_leaving()
+        model.kv.stop(Place.LEAVING)
         assert set(leaving) <= set(model.kv.extents(Place.DEVICE))
 
     @rule(which=WHICH)
     def change_plans(self, which: int) -> None:
         model = self.model(which)
-        model.kv.stop_arriving()
+        model.kv.stop(Place.ARRIVING)
         assert not model.kv.extents(Place.ARRIVING)
 
     @rule(which=WHICH, step=st.integers(1, 3))
@@ -302,8 +302,8 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def preempt_all(self, which: int) -> None:
         model = self.model(which)
-        model.kv.stop_leaving()
-        model.kv.stop_arriving()
+        model.kv.stop(Place.LEAVING)
+        model.kv.stop(Place.ARRIVING)
         model.kv.finish_exports()
         for blocks in model.requests:
             model.ledger.release(blocks)
@@ -374,7 +374,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @invariant()
     def accounts_are_right(self) -> None:
         self.rig.pool.check_integrity()
-        self.rig.host.check_integrity()
+        self.rig.host.slabs.check_integrity()
         owned: list[int] = []
         for model in self.models:
             model.kv.check_integrity()

@@ -247,7 +247,7 @@ class ModelEngine:
         else:
             pooling = self._pooling_params()
         if self.prefixes is not None:
-            self.prefixes.ignore(request_id)
+            self.prefixes.unkept.add(request_id)
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=tokens.choices(range(size), k=num_prompt_tokens),
@@ -406,7 +406,6 @@ class ModelEngine:
 def load_engine(
     model: ModelToLoad,
     load: ModelLoad,
-    device: Device,
     host: KvHostCache,
     name: str,
     prefixes: PrefixFetcher | None = None,
@@ -420,16 +419,16 @@ def load_engine(
     Raises:
         GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
     """
-    started_s = time.monotonic()
+    started_s, page_bytes = time.monotonic(), load.device.page_bytes
     start_load(skips_checkpoint=load.skips_checkpoint)
     with load.active():
         try:
-            core = _build_core(model, device, skips_checkpoint=load.skips_checkpoint)
+            core = _build_core(model, load)
             if load.kv_address_range is None:  # a model without KV has the null block only
-                load.make_kv(device.page_bytes)
-            geometry = _geometry(core, device.page_bytes)
+                load.make_kv(page_bytes)
+            geometry = _geometry(core, page_bytes)
             assert load.kv_address_range is not None
-            kv = KvMemory(geometry, load.kv_address_range, device, host)
+            kv = KvMemory(geometry, load.kv_address_range, load.device, host)
             info = _describe(model, core, load, time.monotonic() - started_s)
             engine = ModelEngine(name, core, load, kv, info, prefixes, kv_identity)
             problems = engine.adapters.add_all(model.adapters)
@@ -441,12 +440,12 @@ def load_engine(
             raise refusal(model.name, error) from error
 
 
-def _build_core(model: ModelToLoad, device: Device, *, skips_checkpoint: bool) -> EngineCore:
+def _build_core(model: ModelToLoad, load: ModelLoad) -> EngineCore:
     config = engine_config(
         model,
-        is_emulated=device.is_host_addressable,
-        load_format=snapshot_loader.LOAD_FORMAT if skips_checkpoint else None,
-        num_ranks=device.num_ranks,
+        is_emulated=load.device.is_host_addressable,
+        load_format=snapshot_loader.LOAD_FORMAT if load.skips_checkpoint else None,
+        num_ranks=load.device.num_ranks,
     )
     scheduling = config.scheduler_config
     if engine_arguments().get("async_scheduling"):

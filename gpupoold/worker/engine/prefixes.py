@@ -105,7 +105,8 @@ class StoredPrefixes:
     """Bytes saved so far."""
     fetched_bytes: Counter[str] = field(default_factory=Counter, init=False)
     """Bytes copied from other workers' memory and from files so far, by tier."""
-    _unkept: set[str] = field(default_factory=set, init=False)
+    unkept: set[str] = field(default_factory=set, init=False)
+    """Requests, perhaps about to be added, whose blocks are neither saved nor found."""
     _ended: list[_EndedPrefix] = field(default_factory=list, init=False)
     _held: dict[str, _HeldPrefix] = field(default_factory=dict, init=False)
     _postponed: dict[str, Request] = field(default_factory=dict, init=False)
@@ -137,17 +138,13 @@ class StoredPrefixes:
         """True if any request waits for blocks from other places."""
         return bool(self._waiting)
 
-    def ignore(self, request_id: str) -> None:
-        """Neither save nor find blocks of a request that is about to be added."""
-        self._unkept.add(request_id)
-
     def attach(self, request: Request) -> None:
         """Give a new request the blocks that the store has, if vLLM's cache has fewer.
 
         Blocks that only other places have are copied to the store first. Without room
         ``attach_postponed`` tries again.
         """
-        if request.skip_reading_prefix_cache or request.request_id in self._unkept:
+        if request.skip_reading_prefix_cache or request.request_id in self.unkept:
             return
         fetch = self._fetch(request)
         if fetch is None:
@@ -251,8 +248,8 @@ class StoredPrefixes:
         """Keep the blocks of a request that ends now, for ``save``."""
         request_id = request.request_id
         self._release(request_id)
-        if request_id in self._unkept:
-            self._unkept.discard(request_id)
+        if request_id in self.unkept:
+            self.unkept.discard(request_id)
             return
         ends = sorted({request.num_computed_tokens, request.num_prompt_tokens - 1})
         if not any(manager.get_num_skipped_tokens(ends[-1]) for manager in self.managers):

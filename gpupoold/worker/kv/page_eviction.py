@@ -69,7 +69,7 @@ class PageEviction:
     def stop_leaving(self) -> None:
         """Stop all copies to the host in progress; the extents stay on the device."""
         for kv in list(self._busy):
-            kv.stop_leaving()
+            kv.stop(Place.LEAVING)
 
     def try_to_free(self, num_pages: int, keep: set[str]) -> None:
         """Free ``num_pages`` as ``free_pages`` does, and wait for the pages.
@@ -145,15 +145,15 @@ class PageEviction:
     def recompute_later(self, model: ModelEngine) -> None:
         """Drop the KV of a model's requests; the KV is recomputed from the requests' tokens."""
         self.num_recomputed += 1
-        model.kv.stop_leaving()
-        model.kv.stop_arriving()
+        model.kv.stop(Place.LEAVING)
+        model.kv.stop(Place.ARRIVING)
         model.preempt()
         model.kv.discard_dead()
         model.kv.unmap(spare_extents(model.kv))
 
     def give_up(self, model: ModelEngine) -> None:
         """Drop KV of the host that cannot arrive: that of waiting requests, or else all."""
-        model.kv.stop_arriving()
+        model.kv.stop(Place.ARRIVING)
         if model.prefixes is None or not model.prefixes.drop():
             self.recompute_later(model)
         else:
@@ -205,7 +205,7 @@ class PageEviction:
         return 0
 
     def _page_out(self, model: ModelEngine, short: int) -> int:
-        model.kv.stop_arriving()
+        model.kv.stop(Place.ARRIVING)
         before = model.kv.host_bytes
         # From the end of the order of need: the first requests after the next switch keep KV
         # longest.

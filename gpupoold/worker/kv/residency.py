@@ -110,7 +110,7 @@ class Residency:
             self.stop_prefetch()
         prefetched_bytes, self._next = self.prefetched_bytes, None
         model.kv.settle()
-        model.kv.stop_leaving()
+        model.kv.stop(Place.LEAVING)
         model.weights.settle()
         self._find_prefixes(model)
         first = self._first_extent(model)
@@ -213,7 +213,7 @@ class Residency:
             return
         self.stop_prefetch()
         model = self._models[name]
-        model.kv.stop_leaving()
+        model.kv.stop(Place.LEAVING)
         self._find_prefixes(model)
         self._next, self._had_before_bytes = name, model.weights.mapped_bytes
         wanted = self._num_wanted_pages(model)
@@ -231,7 +231,7 @@ class Residency:
             return
         model, self._next = self._models[self._next], None
         model.weights.stop()
-        model.kv.stop_arriving()
+        model.kv.stop(Place.ARRIVING)
         self.eviction.stop_leaving()
 
     def load_piece(self, name: str, current: str | None) -> bool:
@@ -256,7 +256,7 @@ class Residency:
             self.stop_prefetch()
         self._last_uses.pause(model)
         self.save_prefixes(name)
-        model.kv.stop_arriving()
+        model.kv.stop(Place.ARRIVING)
         model.kv.finish_exports()
         model.kv.unmap(model.kv.free_extents())
         before = model.kv.host_bytes
@@ -313,10 +313,6 @@ class Residency:
         if prefixes is not None and prefixes.has_ended:
             prefixes.save(self._out)
 
-    def settle_exports(self) -> None:
-        """Free exports of all models whose copies have ended."""
-        self.eviction.settle_exports()
-
     def check_integrity(self, sent_bytes: int = 0, *, is_loading: bool = False) -> int:
         """Raise AssertionError when pool, page tables, extents and host slots disagree.
 
@@ -324,7 +320,7 @@ class Residency:
         may have pages too. Returns the number of pages that models own.
         """
         self.pool.check_integrity()
-        self._host.check_integrity()
+        self._host.slabs.check_integrity()
         owned: list[int] = []
         for model in self._models.values():
             model.kv.check_integrity()

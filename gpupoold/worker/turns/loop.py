@@ -122,7 +122,7 @@ class TurnLoop:
             if self.orders.turn is not None:
                 self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
             else:
-                self.residency.settle_exports()  # during turns, `advance` does
+                self.residency.eviction.settle_exports()  # during turns, `advance` does
                 is_idle = self.ledger.is_idle()
                 self.turns.run(_JOBS_ALONE_S if is_idle else _JOBS_S)
                 HEAP.collect_if_idle(time.monotonic(), is_idle=is_idle and not self.loads.is_busy)

@@ -173,7 +173,6 @@ class EngineLoader:
         engine = load_engine(
             model,
             load,
-            self.device,
             self.host,
             name,
             self.prefixes,

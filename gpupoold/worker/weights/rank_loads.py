@@ -207,12 +207,12 @@ class LeaderLoad(ModelLoad):
 
     def bring_weights(self) -> None:
         super().bring_weights()
-        self._let_go()
+        self.links.send("go_on")  # after the orders sent before
 
     @contextlib.contextmanager
     def kv_scratch(self) -> Iterator[None]:
         with super().kv_scratch():
-            self._let_go()
+            self.links.send("go_on")  # after the orders sent before
             yield
             self.links.receive()
 
@@ -272,10 +272,6 @@ class LeaderLoad(ModelLoad):
         if self.is_under_way:
             self.is_under_way = False
             self.links.end_load(self.engine, is_loaded=is_loaded)
-
-    def _let_go(self) -> None:
-        """Let the followers go on, after the orders sent before."""
-        self.links.send("go_on")
 
 
 class FollowerLoad(ModelLoad):

@@ -40,7 +40,7 @@ def check(rig: Rig, *kvs: KvMemory) -> None:
     for kv in kvs:
         kv.check_integrity()
     rig.pool.check_integrity()
-    rig.host.check_integrity()
+    rig.host.slabs.check_integrity()
 
 
 def export(rig: Rig, kv: KvMemory, blocks: Sequence[int]) -> tuple[HostSlot, Transfer, list[bool]]:

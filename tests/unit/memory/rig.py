@@ -212,7 +212,7 @@ class Rig:
         for part in self._open:
             part.close()
         self.pool.check_integrity()
-        self.host.check_integrity()
+        self.host.slabs.check_integrity()
         assert self.pool.num_free == self.pool.num_pages
         assert self.host.used_bytes == 0
         self.ins.close()

@@ -83,7 +83,7 @@ def test_slots_within_the_budget() -> None:
     assert cache.num_free_blocks(1000) == 34
     assert cache.allocate(1000, 35) is None
     assert cache.used_bytes == 6000
-    cache.check_integrity()
+    cache.slabs.check_integrity()
     slot.free()
     assert (cache.used_bytes, cache.slabs.reserved_bytes) == (0, 0)
     with pytest.raises(ValueError, match="double free"):
@@ -107,7 +107,7 @@ def test_slots_of_all_shapes_have_their_own_bytes() -> None:
         assert data == bytes([number + 1]) * slot.num_bytes
         slot.free()
     assert cache.slabs.free_bytes == cache.budget_bytes
-    cache.check_integrity()
+    cache.slabs.check_integrity()
     cache.close()
 
 

@@ -25,7 +25,7 @@ def check(rig: Rig, *kvs: KvMemory) -> None:
     for kv in kvs:
         kv.check_integrity()
     rig.pool.check_integrity()
-    rig.host.check_integrity()
+    rig.host.slabs.check_integrity()
 
 
 @every_layout
@@ -333,7 +333,7 @@ def test_what_was_leaving_stays_when_it_is_wanted_again(rig: Rig) -> None:
         kv.begin_page_out([2], rig.outs)
         # The first has been taken up by the thread, the second has not begun.
         threading.Timer(0.02, rig.out_copy_stream.allow).start()
-        kv.stop_leaving()
+        kv.stop(Place.LEAVING)
     assert kv.extents(Place.DEVICE) == [1, 2]
     assert kv.is_whole
     assert ledger.num_free == 1
@@ -375,7 +375,7 @@ def test_what_was_arriving_stays_on_the_host_when_plans_change(rig: Rig) -> None
         kv.begin_page_in([1], rig.ins)
         kv.begin_page_in([2], rig.ins)
         threading.Timer(0.02, rig.in_copy_stream.allow).start()
-        kv.stop_arriving()
+        kv.stop(Place.ARRIVING)
     assert 2 in kv.extents(Place.HOST)
     check(rig, kv)
     for extent in kv.extents(Place.HOST):

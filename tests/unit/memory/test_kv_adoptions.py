@@ -147,7 +147,7 @@ def test_what_is_called_back_comes_later(pair: Pair) -> None:
     with pair.target.copies_held():
         pair.kv.begin_page_in([pair.kv.extents(Place.HOST)[0]], pair.target.ins)
         open_later(pair.target.in_copy_stream)
-        pair.kv.stop_arriving()
+        pair.kv.stop(Place.ARRIVING)
     assert pair.num_freed == len(pair.kv.extents(Place.DEVICE)[:1])
     pair.bring_in()
     assert pair.num_freed == 1

@@ -23,7 +23,7 @@ HOST_BYTES = 64 * BLOCK_BYTES
 def host() -> Iterator[KvHostCache]:
     host = KvHostCache(HOST_BYTES, 4 * BLOCK_BYTES)
     yield host
-    host.check_integrity()
+    host.slabs.check_integrity()
     host.close()
 
 
@@ -205,7 +205,7 @@ def next_process(host: KvHostCache, budget_bytes: int | None = None) -> PrefixSt
     assert successor.fd == fd
     store = PrefixStore(successor, budget_bytes)
     store.check_integrity()
-    successor.check_integrity()
+    successor.slabs.check_integrity()
     return store
 
 

@@ -55,7 +55,7 @@ class Tiers:
     def close(self) -> None:
         self.fetcher.close()
         self.bytes.close()
-        self.host.check_integrity()
+        self.host.slabs.check_integrity()
         self.host.close()
 
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable
 
 from gpupoold.memory.contracts import Device, Fence, PageRun
+from gpupoold.memory.geometry import as_ranges
 from gpupoold.memory.pages import PagePool, split_runs
-from gpupoold.memory.ranges import as_ranges
 
 
 class AddressRange:

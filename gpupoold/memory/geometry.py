@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-
-from gpupoold.memory.ranges import as_ranges
 
 _MIN_BLOCKS_PER_EXTENT = 1
 _MAX_ALIGNED_BLOCKS_PER_EXTENT = 32
@@ -183,3 +181,18 @@ def _num_aligned(page_bytes: int, strides: Collection[int]) -> int | None:
     aligned = math.lcm(*(page_bytes // math.gcd(stride, page_bytes) for stride in strides))
     is_one_page = aligned * max(strides, default=0) <= page_bytes
     return aligned if is_one_page or aligned <= _MAX_ALIGNED_BLOCKS_PER_EXTENT else None
+
+
+def as_ranges(numbers: Iterable[int]) -> list[range]:
+    """Return ``numbers`` in order as ranges, each of which is mapped, or copied, by one call."""
+    ranges: list[range] = []
+    start = end = -1
+    for number in numbers:
+        if number != end:
+            if start != end:
+                ranges.append(range(start, end))
+            start = number
+        end = number + 1
+    if start != end:
+        ranges.append(range(start, end))
+    return ranges

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.host import HostBuffer, lay
+from gpupoold.memory.transfers import DeviceThread
 
 _logger = logging.getLogger(__name__)
 

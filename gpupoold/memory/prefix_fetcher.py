@@ -16,11 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from gpupoold.memory.cache_bytes import CacheBytes
 from gpupoold.memory.geometry import KvRow
 from gpupoold.memory.prefix_files import PrefixFiles
 from gpupoold.memory.prefix_peers import PeerPrefixes
 from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
+from gpupoold.memory.prefix_table import CacheBytes
 from gpupoold.memory.slabs import BlockPlace
 
 _logger = logging.getLogger(__name__)

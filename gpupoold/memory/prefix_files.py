@@ -32,10 +32,8 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from gpupoold.memory.cache_bytes import CacheBytes
-from gpupoold.memory.prefix_names import NUM_DIGITS
 from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
-from gpupoold.memory.prefix_table import KEY_BYTES, MAX_BLOCKS, OWNER_BYTES
+from gpupoold.memory.prefix_table import KEY_BYTES, MAX_BLOCKS, NUM_DIGITS, OWNER_BYTES, CacheBytes
 from gpupoold.memory.slabs import BlockPlace
 
 _logger = logging.getLogger(__name__)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpupoold.memory.cache_bytes import CacheBytes
-from gpupoold.memory.prefix_table import CacheShape, PrefixTable
+from gpupoold.memory.prefix_table import CacheBytes, CacheShape, PrefixTable
 from gpupoold.memory.slabs import BlockPlace
 
 

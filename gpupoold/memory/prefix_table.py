@@ -14,11 +14,17 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from blake3 import blake3
+
+from gpupoold.memory import libc
 from gpupoold.memory.slabs import BlockPlace
 
 # Consecutive blocks of a request in one record, which are evicted together.
 MAX_BLOCKS = 8
-OWNER_BYTES = 32
+# A name of KV that several engines and processes may share, the owner of blocks, has two digests of
+# so many hexadecimal digits: of the model's name and of all else that decides on the KV. So the
+# names of one model begin alike, and nobody has to remember the engines that the model has had.
+NUM_DIGITS = OWNER_BYTES = 32
 KEY_BYTES = 36  # vLLM's SHA-256 of a block, with the number of the KV cache group
 
 _MAGIC = int.from_bytes(b"gpkvidx1", "little")
@@ -212,3 +218,59 @@ class PrefixTable:
 
     def _at(self, number: int) -> int:
         return self._skip + _RECORDS_AT + number * _RECORD.size
+
+
+class CacheBytes:
+    """The mapped bytes of a cache; the kernel allocates memory only where something is written."""
+
+    def __init__(self, fd: int, shape: CacheShape) -> None:
+        """Map the bytes of ``fd``, which stays the caller's.
+
+        Raises:
+            OSError: the process has too few addresses.
+        """
+        self.shape = shape
+        flags = libc.MAP_SHARED | libc.MAP_NORESERVE
+        self._address = libc.mmap(None, shape.data_bytes, libc.PROT_READ_WRITE, flags, fd, 0)
+
+    def copy(
+        self, place: BlockPlace, source: CacheBytes, source_place: BlockPlace, num_bytes: int
+    ) -> None:
+        """Copy a block of ``num_bytes`` on each rank from another cache of the same shape."""
+        parts = zip(
+            self._addresses(place, num_bytes),
+            source._addresses(source_place, num_bytes),
+            strict=True,
+        )
+        for target, address in parts:
+            libc.memcpy(target, address, num_bytes)
+
+    def views(self, place: BlockPlace, num_bytes: int) -> list[memoryview]:
+        """Return the bytes of a block on each rank, to be read and written."""
+        return [libc.view(address, num_bytes) for address in self._addresses(place, num_bytes)]
+
+    def close(self) -> None:
+        libc.munmap(self._address, self.shape.data_bytes)
+
+    def _addresses(self, place: BlockPlace, num_bytes: int) -> list[int]:
+        shape = self.shape
+        offset = place.slab * shape.slab_bytes + place.block * num_bytes
+        if not 0 <= offset <= shape.budget_bytes - num_bytes:
+            raise ValueError(f"{place} is outside of the KV host cache")
+        return [
+            self._address + rank * shape.budget_bytes + offset for rank in range(shape.num_ranks)
+        ]
+
+
+def owners_of(model: str) -> str:
+    """Return the beginning of the names of all KV of a model."""
+    return _digest(model)
+
+
+def owner_of(model: str, identity: str) -> str:
+    """Return the name of a model's KV; ``identity`` has all else that decides on the KV."""
+    return owners_of(model) + _digest(identity)
+
+
+def _digest(text: str) -> str:
+    return blake3(text.encode()).hexdigest(NUM_DIGITS // 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import socket
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 from gpupoold.engine_versions import check_engine_version
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.contracts import Device, OutOfPages
 from gpupoold.memory.group.link import RankLost
 from gpupoold.system.activity import WORKER
 from gpupoold.system.process import (
@@ -29,11 +30,12 @@ from gpupoold.system.process import (
 from gpupoold.wire.channel import ChannelClosed
 from gpupoold.wire.messages import ToWorker, WorkerReady
 from gpupoold.worker.environment import set_engine_environment
-from gpupoold.worker.out_of_memory import is_out_of_memory
-from gpupoold.worker.ranks import Rank, fork_ranks
-from gpupoold.worker.turns.group_totals import GroupChannel
+from gpupoold.worker.ranks import GroupChannel, Rank, fork_ranks
 
 _logger = logging.getLogger("gpupoold.worker")
+
+# The errors of CUDA and of torch's CPU allocator are RuntimeErrors.
+_SAID_BY_TORCH = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 def main() -> None:
@@ -107,6 +109,27 @@ def _leave_if_out_of_memory(error: Exception, rank: Rank) -> None:
         rank.followers.kill()
     finally:
         os._exit(OUT_OF_MEMORY_STATUS)  # also if there was no memory for logging
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, or any cause, is a lack of host memory, device memory or pages."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        if _says_so(one):
+            return True
+        one = one.__cause__ or one.__context__
+    return False
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | OutOfPages):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(said in text for said in _SAID_BY_TORCH)
 
 
 def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> None:

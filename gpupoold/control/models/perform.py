@@ -24,7 +24,7 @@ from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.latency.errors import LatencyError
 from gpupoold.memory.prefix_files import remove_files
-from gpupoold.memory.prefix_names import owners_of
+from gpupoold.memory.prefix_table import owners_of
 from gpupoold.scheduling.costs import ModelCosts, costs_of
 from gpupoold.scheduling.hosting import HostingReason
 from gpupoold.units import format_bytes

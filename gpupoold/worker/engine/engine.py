@@ -10,20 +10,24 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm import PoolingParams, SamplingParams
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest, core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.geometry import KvGeometry, KvRow
+from gpupoold.memory.group.orders import OrderBook
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.prefix_fetcher import PrefixFetcher
@@ -37,20 +41,21 @@ from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 from gpupoold.worker.engine.prefixes import StoredPrefixes, shared_owner
+from gpupoold.worker.engine.process_groups import distributed_init_method, seed_sampling
 from gpupoold.worker.engine.process_state import drop_runner, start_load
-from gpupoold.worker.engine.rank_executor import RankExecutor
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.heap import HEAP
 from gpupoold.worker.weights import snapshot_loader as snapshot_loader, tensors
-from gpupoold.worker.weights.loading import ModelLoad
+from gpupoold.worker.weights.loading import ModelLoad, current_load
 from gpupoold.worker.weights.rank_loads import LeaderLoad
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 
+_SEED_BITS = 62
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
 
 
@@ -401,6 +406,81 @@ class ModelEngine:
             self.prefixes.close()
             self.prefixes = None
         self.weights.close()
+
+
+class RankExecutor(UniProcExecutor):
+    """vLLM's executor of a group's leader: the own worker here, the followers' by messages.
+
+    During a load a call waits for the answers of all ranks. Later the followers carry out calls in
+    the order of the leader's other orders, and only the leader's result counts.
+    """
+
+    def _init_executor(self) -> None:
+        load = current_load()
+        assert isinstance(load, LeaderLoad), "a group loads with LeaderLoad"
+        self._load = load
+        self._engine = load.engine
+        self._orders: OrderBook = load.links.orders
+        self._seed: int | None = None  # of the sampling that was ordered with its step
+        load.links.send("build", self._engine, self.vllm_config)
+        super()._init_executor()
+        load.links.receive()
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        return distributed_init_method(), 0, 0
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        super().initialize_from_config(kv_cache_configs)
+        self._load.share_kv()
+
+    def overwrite(self, span: range) -> None:
+        """Order the followers to overwrite bytes of their weights, as ``tensors.spoil`` does."""
+        self._orders.send("overwrite", self._engine, span)
+
+    def close_engine(self) -> None:
+        """Order the followers to free their shards."""
+        self._orders.send("close_engine", self._engine)
+
+    def collective_rpc(  # type: ignore[override]
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        single_value: bool = False,
+    ) -> Any:
+        """Call a method of the workers; return the leader's result, in a load all results."""
+        assert isinstance(method, str), "followers are called by name"
+        call = (self._engine, method, args, kwargs or {})
+        if not self._load.is_under_way:
+            if method == "execute_model":
+                self._order_step(args[0])
+            elif method == "sample_tokens":
+                self._order_sampling(args[0])
+            else:
+                self._orders.send("on_shard", self._engine, "call", *call[1:])
+            return super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
+        self._load.links.send("call", *call)
+        [own] = super().collective_rpc(method, timeout, args, kwargs)
+        others = self._load.links.receive()
+        return own if single_value else [own, *others]
+
+    def _order_step(self, output: SchedulerOutput) -> None:
+        """Order a step; with its sampling, unless this has to wait for the bits of grammars."""
+        has_grammars = output.has_structured_output_requests
+        self._seed = None if has_grammars else random.getrandbits(_SEED_BITS)
+        self._orders.send("step", self._engine, output, self._seed)
+
+    def _order_sampling(self, grammars: GrammarOutput | None) -> None:
+        """Order the sampling of a step, unless ordered with the step; seed this rank's."""
+        if self._seed is None:
+            seed = random.getrandbits(_SEED_BITS)
+            self._orders.send("sample", self._engine, grammars, seed)
+        else:
+            assert grammars is None, "a step without grammars has bits of grammars"
+            seed, self._seed = self._seed, None
+        seed_sampling(seed)
 
 
 def load_engine(

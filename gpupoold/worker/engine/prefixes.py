@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from gpupoold.memory.geometry import KvRow
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.prefix_fetcher import Fetch, PrefixFetcher
-from gpupoold.memory.prefix_names import owner_of
+from gpupoold.memory.prefix_table import owner_of
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.worker.engine import computed_kv
 from gpupoold.worker.engine.block_ledger import BlockPoolLedger

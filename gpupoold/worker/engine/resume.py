@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import Request, RequestStatus
 
 from gpupoold.worker.engine.grammars import EngineGrammars
-from gpupoold.worker.engine.request_records import ResumedRequest
+from gpupoold.worker.engine.pooled_memory import ResumedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.kv_transfers import Arrival, PeerCache, PeerSlot
-from gpupoold.memory.transfers import Transfer
+from gpupoold.memory.transfers import DeviceThread, Transfer
 from gpupoold.wire import messages as m
 from gpupoold.worker.kv.residency import Residency
 

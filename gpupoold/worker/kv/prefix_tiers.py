@@ -6,13 +6,12 @@ import logging
 import os
 from pathlib import Path
 
-from gpupoold.memory.cache_bytes import CacheBytes
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.prefix_fetcher import PrefixFetcher
 from gpupoold.memory.prefix_files import PrefixFiles, PrefixWriter
-from gpupoold.memory.prefix_names import owners_of
 from gpupoold.memory.prefix_peers import PeerPrefixes
 from gpupoold.memory.prefix_store import PrefixStore
+from gpupoold.memory.prefix_table import CacheBytes, owners_of
 from gpupoold.system.folders import filesystem_of, is_shared
 
 _logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.transfers import DeviceThread
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import EngineMemory, LoadModel, LoadProgress
 from gpupoold.worker.device import DriverMemory

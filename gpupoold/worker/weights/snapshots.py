@@ -11,8 +11,8 @@ import os
 from concurrent.futures import Future
 
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.transfers import DeviceThread
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken

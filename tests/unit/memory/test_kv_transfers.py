@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from gpupoold.memory.cuda.driver import CudaError
-from gpupoold.memory.device_thread import DeviceThread
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.kv_transfers import Arrival, PeerCache
+from gpupoold.memory.transfers import DeviceThread
 from tests.unit.memory.rig import PAGE, pattern, read, write
 
 WAIT_S = 30.0

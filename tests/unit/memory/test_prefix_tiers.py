@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.memory.cache_bytes import CacheBytes
 from gpupoold.memory.geometry import KvRow
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.prefix_fetcher import PrefixFetcher
 from gpupoold.memory.prefix_files import PrefixFiles, PrefixWriter, remove_files
-from gpupoold.memory.prefix_names import owner_of, owners_of
 from gpupoold.memory.prefix_peers import PeerPrefixes
 from gpupoold.memory.prefix_store import PrefixStore
+from gpupoold.memory.prefix_table import CacheBytes, owner_of, owners_of
 from gpupoold.memory.slabs import BlockPlace
 from tests.unit.memory.test_prefix_store import content_of, fill, long_keys, write
 

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from gpupoold.memory.contracts import OutOfPages
-from gpupoold.worker.out_of_memory import is_out_of_memory
+from gpupoold.worker.__main__ import is_out_of_memory
 
 
 @pytest.mark.parametrize(

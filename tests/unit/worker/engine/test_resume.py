@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from vllm.v1.request import RequestStatus
 
-from gpupoold.worker.engine import request_records, resume
+from gpupoold.worker.engine import pooled_memory, resume
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 
 
@@ -106,7 +106,7 @@ def test_a_record_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(request_records, "_generator", fail)
+    monkeypatch.setattr(pooled_memory, "_generator", fail)
     engine = Engine()
     with pytest.raises(MemoryError):
         resume.resume(engine, request(), 0, [7])  # type: ignore[arg-type]

@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Literal
+from typing import Any, Literal
 
 MAX_AGE_S = 60.0
 _MAX_ANSWERS = 1024
 
-_Question = tuple[Literal["group"], str] | tuple[Literal["user"], int]
+_Question = tuple[Literal["group", "user"], Any]
 _Answer = int | str | None
 
 
@@ -63,8 +63,7 @@ class NameService:
         A result older than ``max_age_s`` is refreshed for the next caller.
         """
         found = self._look(("group", name), max_age_s)
-        assert found is None or isinstance(found, int)
-        return found
+        return found if isinstance(found, int) else None
 
     def user_name(self, user_id: int, max_age_s: float = MAX_AGE_S) -> str:
         """Return a user's name, or the number as text if no name is known."""
@@ -98,12 +97,8 @@ class NameService:
         while True:
             question = self._questions.get()
             try:
-                answer: _Answer
-                match question:
-                    case ("group", str() as name):
-                        answer = self._find_group(name)
-                    case ("user", int() as number):
-                        answer = self._find_user(number)
+                kind, of = question
+                answer = self._find_group(of) if kind == "group" else self._find_user(of)
             except OSError:  # no answer now: keep the previous answer
                 answer = self._answers.get(question, (0.0, None))[1]
             if len(self._answers) >= _MAX_ANSWERS:

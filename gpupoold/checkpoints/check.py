@@ -74,9 +74,6 @@ class CheckpointInfo:
     max_position_embeddings: int | None
     quantization: str | None
     weight_files: tuple[str, ...]
-    tokenizer_files: tuple[str, ...]
-    is_pickle: bool
-    needs_remote_code: bool
 
 
 def check_checkpoint(
@@ -97,8 +94,7 @@ def check_checkpoint(
         names = sorted({*names, *remote.sizes})
     config = check_config(path, allow_remote_code=allow_remote_code)
     check_modules(path)
-    tokenizers = layout.tokenizer_files(names)
-    if not tokenizers:
+    if not layout.tokenizer_files(names):
         raise Refused(
             f"{path}: has no tokenizer (tokenizer.json, tokenizer.model or the like)",
             "copy the tokenizer files of the original model into this folder",
@@ -108,10 +104,9 @@ def check_checkpoint(
     counts = {dtype: count for dtype, count in elements.items() if count}
     if not counts:
         raise Refused(f"{path}: the weight files ({_some(files)}) hold no tensors")
-    architectures: list[str] = config["architectures"]
     return CheckpointInfo(
         path=path,
-        architecture=architectures[0],
+        architecture=str(config["architectures"][0]),
         model_type=str(config.get("model_type", "")),
         dtype=_config_dtype(config) or _commonest_dtype(counts),
         weight_bytes=sum(count * DTYPE_BITS[dtype] // 8 for dtype, count in counts.items()),
@@ -120,9 +115,6 @@ def check_checkpoint(
         max_position_embeddings=_max_length(config),
         quantization=_quantization(config),
         weight_files=files,
-        tokenizer_files=tokenizers,
-        is_pickle=not files[0].endswith(".safetensors"),
-        needs_remote_code=_remote_code_file(path, config) is not None,
     )
 
 
@@ -142,7 +134,8 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
     config = read_json(file)
     check_numbers(file, config)
     architectures = config.get("architectures")
-    if not _is_list_of_names(architectures):
+    names = architectures if isinstance(architectures, list) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
         raise Refused(
             f"{file}: names no model class under 'architectures'",
             "use a checkpoint saved with its configuration",
@@ -169,10 +162,6 @@ def require_image_processor(path: Path, config: dict[str, Any], names: Sequence[
             "preprocessor_config.json nor processor_config.json",
             "copy the processor's files of the original model into this folder",
         )
-
-
-def _is_list_of_names(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, str) and v for v in value)
 
 
 def list_folder(path: Path) -> list[str]:
@@ -232,17 +221,14 @@ def _all_tensors(
     tensors: dict[str, tuple[TensorEntry, ...]] = {}
     num_tensors = 0
     for name in files:
-        tensors[name] = _tensors(path / name, remote)
+        beginning = None
+        if remote is not None and name in remote.sizes:
+            beginning = Beginning(remote.folder / name, remote.sizes[name])
+        tensors[name] = read_tensors(path / name, beginning)
         num_tensors += len(tensors[name])
         if num_tensors > MAX_TENSORS:
             raise Refused(f"{path}: has more than {MAX_TENSORS:,} tensors")
     return tensors
-
-
-def _tensors(file: Path, remote: RemoteWeights | None) -> tuple[TensorEntry, ...]:
-    if remote is None or file.name not in remote.sizes:
-        return read_tensors(file)
-    return read_tensors(file, Beginning(remote.folder / file.name, remote.sizes[file.name]))
 
 
 def _pickled_weights(
@@ -360,8 +346,6 @@ def _config_dtype(config: dict[str, Any]) -> str | None:
 
 
 def _commonest_dtype(counts: dict[str, int]) -> str:
-    if not counts:
-        return "float32"
     commonest = max(counts, key=lambda dtype: counts[dtype])
     return TORCH_DTYPES.get(commonest, commonest.lower())
 

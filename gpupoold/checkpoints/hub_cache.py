@@ -6,6 +6,7 @@ nothing is written to the cache. The layout of the cache is the hub library's ma
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -51,16 +52,13 @@ def find_snapshot(
     listing in the cache, else the hub's. If neither can be read, the checks of the checkpoint
     decide. Blocks on file access and on the hub.
     """
-
-    def choose(listed: Sequence[str]) -> Sequence[str]:
-        return choose_files(
-            hub.repo_id,
-            listed,
-            content,
-            allow_pickle=allow_pickle,
-            allow_remote_code=allow_remote_code,
-        )
-
+    choose = functools.partial(
+        choose_files,
+        hub.repo_id,
+        content=content,
+        allow_pickle=allow_pickle,
+        allow_remote_code=allow_remote_code,
+    )
     notes: list[str] = []
     for cache in _own_cache() if caches is None else caches:
         snapshot = _snapshot(hub.repo_id, revision, cache, content)

@@ -85,11 +85,7 @@ def survey_checkpoint(
 
 
 def survey_adapter(path: Path, base: Path, *, allow_pickle: bool) -> AdapterFacts:
-    """Check every file of an adapter; see :func:`check_adapter`.
-
-    Raises:
-        Refused: a file or its content; the message names the file.
-    """
+    """Check every file of an adapter; see :func:`check_adapter`."""
     list_folder(path)
     check_files(path)
     return check_adapter(path, base, allow_pickle=allow_pickle)

@@ -16,12 +16,13 @@ from gpupoold import __version__
 from gpupoold.access.fleet import HEADER, sign
 from gpupoold.checkpoints.download import finished_downloads
 from gpupoold.checkpoints.manifest import Manifest
-from gpupoold.checkpoints.peers import LISTING_METHOD, PATH, PATH as CHECKPOINTS_PATH, Listing
+from gpupoold.checkpoints.peers import LISTING_METHOD, PATH as CHECKPOINTS_PATH, Listing
 from gpupoold.checkpoints.resolve import is_hub_id
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import with_defaults
 from gpupoold.frontend.anthropic_errors import with_errors_of
 from gpupoold.frontend.batches.exchange import Exchange
+from gpupoold.frontend.batches.openapi import PATHS as BATCH_PATHS
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.batches.work import JsonAnswer
 from gpupoold.frontend.body import Disconnected, let_others_run, read_body, replay, without_bom
@@ -98,23 +99,13 @@ _FIXED = {
     ),
 }
 _PATTERNS = {
-    re.compile(pattern, re.DOTALL): methods
-    for pattern, methods in {
-        r"/v1/models/.+": _READ,
-        r"/v1/responses/[^/]+": ("GET",),
-        r"/v1/responses/[^/]+/cancel": ("POST",),
-    }.items()
+    re.compile(r"/v1/models/.+", re.DOTALL): _READ,
+    re.compile(r"/v1/responses/[^/]+"): ("GET",),
+    re.compile(r"/v1/responses/[^/]+/cancel"): ("POST",),
 }
 _BATCH_PATTERNS = {
-    re.compile(pattern, re.DOTALL): methods
-    for pattern, methods in {
-        r"/v1/files": ("GET", "POST"),
-        r"/v1/files/[^/]+": ("DELETE", "GET"),
-        r"/v1/files/[^/]+/content": ("GET",),
-        r"/v1/batches": ("GET", "POST"),
-        r"/v1/batches/[^/]+": ("GET",),
-        r"/v1/batches/[^/]+/cancel": ("POST",),
-    }.items()
+    re.compile(re.sub(r"\{\w+\}", "[^/]+", path)): tuple(sorted(map(str.upper, operations)))
+    for path, operations in BATCH_PATHS.items()
 }
 
 
@@ -217,7 +208,7 @@ class Router:
         elif path.startswith(RESPONSES_PREFIX):
             await self._callers.begin(caller)
             await self._route_by_response(caller, without_credentials(scope), receive, send)
-        elif self._batches is not None and is_batch_path(path):
+        elif self._batches is not None and path.startswith(("/v1/files", "/v1/batches")):
             await self._callers.begin(caller)
             await self._batches.serve(caller, without_credentials(scope), receive, send)
         elif path == METRICS_PATH:
@@ -236,7 +227,9 @@ class Router:
         if path in OPEN_PATHS:
             return Caller()
         caller = self._callers.identify(headers)
-        if caller.key is None and not _is_unix(scope):
+        server = scope.get("server")
+        is_unix = server is not None and server[1] is None  # a socket that no browser can open
+        if caller.key is None and not is_unix:
             check_host(headers, self._callers)
             check_origin(headers, self._callers)
         if path == METRICS_PATH:
@@ -361,12 +354,6 @@ def _is_served(path: str) -> bool:
     return path in ROUTED_PATHS or path.startswith(RESPONSES_PREFIX)
 
 
-def _is_unix(scope: Scope) -> bool:
-    """Return whether the connection uses a unix socket, which no browser can open."""
-    server = scope.get("server")
-    return server is not None and server[1] is None
-
-
 class CheckpointFiles:
     """Serves the daemon's downloads.
 
@@ -377,7 +364,7 @@ class CheckpointFiles:
         self._calls = calls
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of a path below :data:`PATH`.
+        """Answer a request of a path below :data:`CHECKPOINTS_PATH`.
 
         Raises:
             ApiError: 401 without the fleet's signature; 404 for anything but finished downloads.
@@ -389,7 +376,7 @@ class CheckpointFiles:
         if call is None:
             raise ApiError(401, "Checkpoints are served to nodes of the fleet only.")
         call.opened(b"")
-        org, _, rest = path.removeprefix(PATH).partition("/")
+        org, _, rest = path.removeprefix(CHECKPOINTS_PATH).partition("/")
         name, _, rest = rest.partition("/")
         commit, _, file = rest.partition("/")
         folder, repo_id = self._calls.downloads, f"{org}/{name}"
@@ -431,11 +418,6 @@ def methods_of(path: str, *, has_batches: bool) -> tuple[str, ...]:
         return _FIXED[path]
     patterns = _PATTERNS | _BATCH_PATTERNS if has_batches else _PATTERNS
     return next((methods for one, methods in patterns.items() if one.fullmatch(path)), ())
-
-
-def is_batch_path(path: str) -> bool:
-    """Return whether a served path is of files or batches."""
-    return path.startswith(("/v1/files", "/v1/batches"))
 
 
 def without_slash(path: str) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
+from gpupool_state.batches import BatchStatus
 from gpupoold.frontend.batches.input_file import ENDPOINTS
 
 Schema = dict[str, Any]
 
-_TEXT, _NUMBER, _MAYBE_NUMBER = (
-    {"type": "string"},
-    {"type": "integer"},
-    {"type": ["integer", "null"]},
-)
-_MAYBE_TEXT = {"type": ["string", "null"]}
+_TEXT: Schema = {"type": "string"}
+_NUMBER: Schema = {"type": "integer"}
+_MAYBE_NUMBER: Schema = {"type": ["integer", "null"]}
+_MAYBE_TEXT: Schema = {"type": ["string", "null"]}
 _EXPIRY: Schema = {
     "type": "object",
     "required": ["anchor", "seconds"],
@@ -46,18 +46,7 @@ SCHEMAS: dict[str, Schema] = {
             "errors": {"type": ["object", "null"]},
             "input_file_id": _TEXT,
             "completion_window": _TEXT,
-            "status": {
-                "enum": [
-                    "validating",
-                    "in_progress",
-                    "finalizing",
-                    "completed",
-                    "failed",
-                    "expired",
-                    "cancelling",
-                    "cancelled",
-                ]
-            },
+            "status": {"enum": list(get_args(BatchStatus))},
             "output_file_id": _MAYBE_TEXT,
             "error_file_id": _MAYBE_TEXT,
             "created_at": _NUMBER,
@@ -100,22 +89,39 @@ def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _answers(description: str, schema: Schema, *others: int) -> Schema:
-    texts = {
-        400: "The request is wrong.",
-        408: "The file arrives too slowly.",
-        404: "There is none, or it belongs to another key.",
-        409: "The status does not allow this.",
-        413: "The file is too large.",
-        429: "A bound of space or number is reached.",
-        503: "The disk fails, or the server is starting.",
-    }
-    answer = {"description": description, "content": {"application/json": {"schema": schema}}}
-    json_answer: Schema = {"content": {"application/json": {"schema": {}}}}
-    refusals = {
-        str(status): {"description": texts[status]} | json_answer for status in (*others, 503)
-    }
-    return {"200": answer} | refusals
+_REFUSALS = {
+    400: "The request is wrong.",
+    404: "There is none, or it belongs to another key.",
+    408: "The file arrives too slowly.",
+    409: "The status does not allow this.",
+    413: "The file is too large.",
+    429: "A bound of space or number is reached.",
+    503: "The disk fails, or the server is starting.",
+}
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+def _operation(
+    summary: str,
+    answer: str,
+    content: Schema,
+    refusals: Sequence[int],
+    parameters: Sequence[Schema] = (),
+    body: Schema | None = None,
+) -> Schema:
+    """Return an operation; ``refusals`` are the statuses of its errors beside 503."""
+    responses: Schema = {"200": {"description": answer, "content": content}}
+    for status in (*refusals, 503):
+        responses[str(status)] = {"description": _REFUSALS[status], "content": _json({})}
+    described: Schema = {"summary": summary, "responses": responses}
+    if parameters:
+        described["parameters"] = list(parameters)
+    if body is not None:
+        described["requestBody"] = {"required": True, "content": body}
+    return described
 
 
 def _list_of(name: str) -> Schema:
@@ -153,72 +159,63 @@ _FORM = {
         "expires_after": _EXPIRY,
     },
 }
+_FILE, _FILE_ID = _json(_ref("PoolFile")), [_in_path("file_id")]
+_BATCH, _BATCH_ID = _json(_ref("PoolBatch")), [_in_path("batch_id")]
+_PURPOSE: Schema = {"name": "purpose", "in": "query", "schema": _TEXT}
 PATHS: dict[str, dict[str, Schema]] = {
     "/v1/files": {
-        "post": {
-            "summary": "Upload the input file of a batch.",
-            "requestBody": {
-                "required": True,
-                "content": {"multipart/form-data": {"schema": _FORM}},
-            },
-            "responses": _answers("The file.", _ref("PoolFile"), 400, 408, 413, 429),
-        },
-        "get": {
-            "summary": "The files of the API key.",
-            "parameters": [
-                *_page(10_000, 10_000),
-                {"name": "purpose", "in": "query", "schema": _TEXT},
-            ],
-            "responses": _answers("A page.", _list_of("PoolFile"), 400),
-        },
+        "post": _operation(
+            "Upload the input file of a batch.",
+            "The file.",
+            _FILE,
+            (400, 408, 413, 429),
+            body={"multipart/form-data": {"schema": _FORM}},
+        ),
+        "get": _operation(
+            "The files of the API key.",
+            "A page.",
+            _json(_list_of("PoolFile")),
+            (400,),
+            [*_page(10_000, 10_000), _PURPOSE],
+        ),
     },
     "/v1/files/{file_id}": {
-        "get": {
-            "summary": "One file.",
-            "parameters": [_in_path("file_id")],
-            "responses": _answers("The file.", _ref("PoolFile"), 404),
-        },
-        "delete": {
-            "summary": "Delete a file.",
-            "parameters": [_in_path("file_id")],
-            "responses": _answers("It is deleted.", {"type": "object"}, 404, 409),
-        },
+        "get": _operation("One file.", "The file.", _FILE, (404,), _FILE_ID),
+        "delete": _operation(
+            "Delete a file.", "It is deleted.", _json({"type": "object"}), (404, 409), _FILE_ID
+        ),
     },
     "/v1/files/{file_id}/content": {
-        "get": {
-            "summary": "The content of a file.",
-            "parameters": [_in_path("file_id")],
-            "responses": _answers("", {}, 404)
-            | {"200": {"description": "The bytes.", "content": {"application/octet-stream": {}}}},
-        }
+        "get": _operation(
+            "The content of a file.",
+            "The bytes.",
+            {"application/octet-stream": {}},
+            (404,),
+            _FILE_ID,
+        )
     },
     "/v1/batches": {
-        "post": {
-            "summary": "Begin a batch.",
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": _ref("NewPoolBatch")}},
-            },
-            "responses": _answers("The batch.", _ref("PoolBatch"), 400, 404, 413, 429),
-        },
-        "get": {
-            "summary": "The batches of the API key.",
-            "parameters": _page(100, 20),
-            "responses": _answers("A page.", _list_of("PoolBatch"), 400),
-        },
+        "post": _operation(
+            "Begin a batch.",
+            "The batch.",
+            _BATCH,
+            (400, 404, 413, 429),
+            body=_json(_ref("NewPoolBatch")),
+        ),
+        "get": _operation(
+            "The batches of the API key.",
+            "A page.",
+            _json(_list_of("PoolBatch")),
+            (400,),
+            _page(100, 20),
+        ),
     },
     "/v1/batches/{batch_id}": {
-        "get": {
-            "summary": "One batch.",
-            "parameters": [_in_path("batch_id")],
-            "responses": _answers("The batch.", _ref("PoolBatch"), 404),
-        }
+        "get": _operation("One batch.", "The batch.", _BATCH, (404,), _BATCH_ID)
     },
     "/v1/batches/{batch_id}/cancel": {
-        "post": {
-            "summary": "Cancel a batch; answers so far are kept.",
-            "parameters": [_in_path("batch_id")],
-            "responses": _answers("The batch.", _ref("PoolBatch"), 404, 409),
-        }
+        "post": _operation(
+            "Cancel a batch; answers so far are kept.", "The batch.", _BATCH, (404, 409), _BATCH_ID
+        )
     },
 }

@@ -28,9 +28,6 @@ def info(*elements: tuple[str, int], quantization: str | None = None) -> Checkpo
         max_position_embeddings=None,
         quantization=quantization,
         weight_files=("model.safetensors",),
-        tokenizer_files=("tokenizer.json",),
-        is_pickle=False,
-        needs_remote_code=False,
     )
 
 

@@ -78,7 +78,9 @@ def check_files(certificate: Path, key: Path) -> datetime:
         TlsError: a file cannot be read, the files do not match, the certificate is not valid now,
             or other users may read the key.
     """
-    _check_mode(key)
+    _check_readable(key, "tls_key")
+    if key.stat().st_mode & stat.S_IROTH:
+        raise TlsError("tls_key", f"everyone can read {key}", f"restrict the file: chmod o= {key}")
     _check_readable(certificate, "tls_cert")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, no_password)
@@ -91,12 +93,6 @@ def check_files(certificate: Path, key: Path) -> datetime:
             f"decrypt the file: openssl pkey -in {key} -out NEW, and keep NEW secret",
         ) from None
     return _check_dates(certificate)
-
-
-def _check_mode(key: Path) -> None:
-    _check_readable(key, "tls_key")
-    if key.stat().st_mode & stat.S_IROTH:
-        raise TlsError("tls_key", f"everyone can read {key}", f"restrict the file: chmod o= {key}")
 
 
 def _check_readable(path: Path, name: str) -> None:

@@ -5,9 +5,10 @@ The checks read JSON and the headers of safetensors files. The worker checks the
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,7 @@ class _BaseShapes:
             for tensor in read_tensors(base / file):
                 module, _, what = tensor.name.rpartition(".")
                 key = _layer(module)
-                self._modules.update(_prefixes(key))
+                self._modules.update(itertools.accumulate(key.split("."), "{}.{}".format))
                 if what == "weight" and len(tensor.shape) == 2:
                     self._shapes.setdefault(key, set()).add(tensor.shape)
 
@@ -275,11 +276,6 @@ class _BaseShapes:
 def _layer(module: str) -> str:
     match = _LAYER.search(module)
     return match[1] if match is not None else module.rpartition(".")[2]
-
-
-def _prefixes(key: str) -> Iterator[str]:
-    parts = key.split(".")
-    return (".".join(parts[: index + 1]) for index in range(len(parts)))
 
 
 def _shown(value: object) -> str:

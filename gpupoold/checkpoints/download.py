@@ -150,7 +150,11 @@ class _Download:
     def run(self) -> Path:
         try:
             found = self._found()
-            if found is not None and found.complete and self._has_all(found):
+            if (
+                found is not None
+                and found.complete
+                and all(has_size(self.target_dir / f.path, f.num_bytes) for f in found.files)
+            ):
                 return self.target_dir
             self.target_dir.mkdir(parents=True, exist_ok=True)
             durable.sync(self.target_dir.parent)
@@ -185,9 +189,6 @@ class _Download:
                 "use the files with --source and this path, or remove the folder",
             )
         return None
-
-    def _has_all(self, manifest: Manifest) -> bool:
-        return all(has_size(self.target_dir / f.path, f.num_bytes) for f in manifest.files)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -52,10 +52,6 @@ class FileFacts:
     xet: XetFileData | None
 
 
-def _endpoint() -> str:
-    return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-
-
 @dataclass(frozen=True)
 class Hub:
     """A repository on the hub ``$HF_ENDPOINT``, for the user of ``$HF_TOKEN``.
@@ -65,7 +61,9 @@ class Hub:
 
     repo_id: str
     model_dirs: tuple[Path, ...] = ()
-    endpoint: str = field(default_factory=_endpoint)
+    endpoint: str = field(
+        default_factory=lambda: (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+    )
 
     @property
     def scheme(self) -> str:

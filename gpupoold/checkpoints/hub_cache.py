@@ -52,6 +52,8 @@ def find_snapshot(
     listing in the cache, else the hub's. If neither can be read, the checks of the checkpoint
     decide. Blocks on file access and on the hub.
     """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
     choose = functools.partial(
         choose_files,
         hub.repo_id,
@@ -60,7 +62,7 @@ def find_snapshot(
         allow_remote_code=allow_remote_code,
     )
     notes: list[str] = []
-    for cache in _own_cache() if caches is None else caches:
+    for cache in (Path(HF_HUB_CACHE),) if caches is None else caches:
         snapshot = _snapshot(hub.repo_id, revision, cache, content)
         if snapshot is not None:
             problem = _problem(hub, cache, snapshot, choose)
@@ -70,12 +72,6 @@ def find_snapshot(
         elif caches is not None and not os.access(cache, os.R_OK | os.X_OK):
             notes.append(f"not used: {cache}: {hint_to_read(cache) or 'no such folder'}")
     return FoundSnapshot(None, "; ".join(notes))
-
-
-def _own_cache() -> tuple[Path]:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return (Path(HF_HUB_CACHE),)
 
 
 def _snapshot(repo_id: str, revision: str | None, cache: Path, content: Content) -> Path | None:

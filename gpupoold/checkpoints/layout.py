@@ -71,7 +71,8 @@ def files_to_download(
     the download keeps its state in hidden files.
     """
     top = [path for path in paths if "/" not in path and not path.startswith(".")]
-    wanted = set(_matching(top, _SMALL)) | set(_chat_templates(paths))
+    templates = _matching(paths, (f"{TEMPLATE_FOLDER}/*.jinja",))
+    wanted = {*_matching(top, _SMALL), *(path for path in templates if path.count("/") == 1)}
     if MODULES_FILE in top:
         wanted |= module_files(paths, allow_pickle=allow_pickle)
     weights = _matching(top, ("*.safetensors",))
@@ -112,15 +113,6 @@ def adapter_files_to_download(paths: Collection[str], *, allow_pickle: bool) -> 
 def is_weight_file(name: str) -> bool:
     """Return whether a file has weights, which are large and downloaded last."""
     return bool(_matching((name,), ("*.safetensors", *_PICKLES)))
-
-
-def _chat_templates(paths: Iterable[str]) -> list[str]:
-    split = (path.split("/") for path in paths)
-    return [
-        "/".join(parts)
-        for parts in split
-        if len(parts) == 2 and parts[0] == TEMPLATE_FOLDER and parts[1].endswith(".jinja")
-    ]
 
 
 def _matching(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def numbers(value: Any) -> Iterator[tuple[tuple[str | int, ...], float]]:
     while waiting:
         keys, one = waiting.pop()
         if isinstance(one, dict) and isinstance(one.get(_FLOAT), str):
-            one = _special(one[_FLOAT])
+            with suppress(ValueError):
+                one = float(one[_FLOAT])
         if isinstance(one, dict):
             waiting.extend(((*keys, key), item) for key, item in one.items())
         elif isinstance(one, list):
@@ -152,13 +154,6 @@ def _problem(keys: Sequence[str | int], number: float) -> str:
     if key in _POSITIONS and number > MAX_POSITIONS:
         return f"more than the {MAX_POSITIONS:,} tokens of the longest context"
     return ""
-
-
-def _special(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _whole(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, int] | None:

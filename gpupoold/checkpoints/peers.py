@@ -55,6 +55,9 @@ class Peers:
         return [PeerHub(hub.repo_id, hub.model_dirs, url, self.secret) for url in urls]
 
 
+_certificates = functools.cache(ssl.create_default_context)
+
+
 @dataclass(frozen=True)
 class PeerHub(Hub):
     """A repository in a peer's finished downloads; ``endpoint`` is the peer's address."""
@@ -112,7 +115,7 @@ class PeerHub(Hub):
     def _opened(self, path: str, query: str, headers: dict[str, str]) -> Iterator[httpx.Response]:
         signed = {HEADER: sign(self.secret, "GET", path, b""), "accept-encoding": "identity"}
         url = self.endpoint + quote(path) + query
-        # Without a proxy for the Internet: nodes are neighbours.
+        # With the certificates of the machine, and no proxy: nodes are neighbours.
         with httpx.stream(
             "GET",
             url,
@@ -124,12 +127,6 @@ class PeerHub(Hub):
             if response.is_error:
                 raise Interrupted(f"{self.endpoint} answers HTTP {response.status_code}")
             yield response
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Return the certificates that the machine trusts."""
-    return ssl.create_default_context()
 
 
 def _whole(response: httpx.Response) -> bytes:

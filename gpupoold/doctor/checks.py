@@ -17,7 +17,6 @@ from gpupoold.doctor.facts import (
     DatabaseFacts,
     Facts,
     GpuFacts,
-    GpuLink,
     KernelFacts,
     LimitFacts,
     MemoryFacts,
@@ -201,29 +200,18 @@ def _check_group(name: str, gpu: GpuFacts, indexes: Sequence[int]) -> Check:
     lacking = [link for link in links if not link.num_nvlinks]
     if lacking:
         worst = max(lacking, key=lambda link: -1 if link.path is None else link.path)
-        return warning(name, f"{shown}: no NVLink {_between(worst)}: steps are slower", _FIX)
-    found = f"{shown}: {_nvlink_text(links)}"
+        path = "an unknown path" if worst.path is None else _PATHS[worst.path]
+        pair = f"between {worst.first} and {worst.second} ({path})"
+        return warning(name, f"{shown}: no NVLink {pair}: steps are slower", _FIX)
+    least = min(link.num_nvlinks for link in links)
+    through = " through NVSwitch" if all(link.is_switched for link in links) else ""
+    found = f"{shown}: {least} NVLink{'' if least == 1 else 's'} between each two{through}"
     nodes = {node for index in indexes if (node := gpu.gpus[index].node) is not None}
-    if len(nodes) > 1 and _fits_on_a_node(gpu, len(indexes)):
+    by_node = Counter(one.node for one in gpu.gpus if one.node is not None)
+    if len(nodes) > 1 and max(by_node.values()) >= len(indexes):
         text = f"{found}, but on NUMA nodes {', '.join(map(str, sorted(nodes)))}"
         return warning(name, f"{text}: the ranks wait for each other across sockets", _FIX)
     return ok(name, found)
-
-
-def _fits_on_a_node(gpu: GpuFacts, num_gpus: int) -> bool:
-    counts = Counter(one.node for one in gpu.gpus if one.node is not None)
-    return max(counts.values(), default=0) >= num_gpus
-
-
-def _nvlink_text(links: Sequence[GpuLink]) -> str:
-    least = min(link.num_nvlinks for link in links)
-    through = " through NVSwitch" if all(link.is_switched for link in links) else ""
-    return f"{least} NVLink{'' if least == 1 else 's'} between each two{through}"
-
-
-def _between(link: GpuLink) -> str:
-    path = "an unknown path" if link.path is None else _PATHS[link.path]
-    return f"between {link.first} and {link.second} ({path})"
 
 
 def budgets_of(facts: Facts, settings: Settings) -> Budgets | MachineError:

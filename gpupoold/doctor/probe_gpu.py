@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import pynvml
 
@@ -16,6 +16,7 @@ from gpupoold.system.nvml import connected
 
 _CUDA_DRIVER = "libcuda.so.1"
 
+T = TypeVar("T")
 # A box has up to 16 GPUs; more would make hundreds of calls of the driver.
 _MAX_GPUS = 16
 
@@ -51,45 +52,34 @@ def _has_driver() -> bool:
 
 def _gpu(nvml: Any, handle: object) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+
+    def is_mig() -> bool:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+
+    def is_persistent() -> bool:
+        return bool(nvml.nvmlDeviceGetPersistenceMode(handle) == nvml.NVML_FEATURE_ENABLED)
+
+    def node() -> int:
+        return numa.node_of(nvml.nvmlDeviceGetPciInfo(handle).busId)
+
+    found = _known(nvml, numa.NO_NODE, node)
     return Gpu(
         name=nvml.nvmlDeviceGetName(handle),
         memory_bytes=memory.total,
         used_bytes=memory.used,
-        is_mig=_is_mig(nvml, handle),
-        is_persistent=_is_persistent(nvml, handle),
-        uuid=_uuid(nvml, handle),
-        node=_node(nvml, handle),
+        is_mig=_known(nvml, False, is_mig),  # a GPU may not support MIG
+        is_persistent=_known(nvml, True, is_persistent),
+        uuid=str(_known(nvml, "", nvml.nvmlDeviceGetUUID, handle)),
+        node=None if found == numa.NO_NODE else found,
     )
 
 
-def _uuid(nvml: Any, handle: object) -> str:
+def _known(nvml: Any, default: T, read: Callable[..., T], *args: object) -> T:
+    """Return what NVML tells, or the default."""
     try:
-        return str(nvml.nvmlDeviceGetUUID(handle))
-    except nvml.NVMLError:
-        return ""
-
-
-def _node(nvml: Any, handle: object) -> int | None:
-    try:
-        node = numa.node_of(nvml.nvmlDeviceGetPciInfo(handle).busId)
-    except nvml.NVMLError:
-        return None
-    return None if node == numa.NO_NODE else node
-
-
-def _is_mig(nvml: Any, handle: object) -> bool:
-    try:
-        current, _ = nvml.nvmlDeviceGetMigMode(handle)
-    except nvml.NVMLError:  # the GPU does not support MIG
-        return False
-    return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
-
-
-def _is_persistent(nvml: Any, handle: object) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetPersistenceMode(handle) == nvml.NVML_FEATURE_ENABLED)
-    except nvml.NVMLError:
-        return True
+        return read(*args)
+    except (nvml.NVMLError, ValueError):
+        return default
 
 
 class _NvLinks(NamedTuple):
@@ -101,14 +91,21 @@ class _NvLinks(NamedTuple):
 
 def gpu_links(nvml: Any, handles: Sequence[object]) -> tuple[GpuLink, ...]:
     """Return the connection of each two GPUs, in the order of NVML's indexes."""
+
+    def address(handle: object) -> str:
+        return _bus_id(nvml.nvmlDeviceGetPciInfo(handle))
+
+    def path_of(handle: object, other: object) -> PciPath | None:
+        return PciPath(nvml.nvmlDeviceGetTopologyCommonAncestor(handle, other))
+
     known = list(enumerate(handles))[:_MAX_GPUS]
     nvlinks = {index: _nvlinks(nvml, handle) for index, handle in known}
-    addresses = {index: _address(nvml, handle) for index, handle in known}
+    addresses = {index: _known(nvml, "", address, handle) for index, handle in known}
     found: list[GpuLink] = []
     for (one, handle), (other, other_handle) in itertools.combinations(known, 2):
         direct = nvlinks[one].to_gpus[addresses[other]] if addresses[other] else 0
         switched = min(nvlinks[one].num_to_switches, nvlinks[other].num_to_switches)
-        path = _path(nvml, handle, other_handle)
+        path = _known(nvml, None, path_of, handle, other_handle)
         found.append(GpuLink(one, other, direct or switched, not direct and switched > 0, path))
     return tuple(found)
 
@@ -130,21 +127,7 @@ def _nvlinks(nvml: Any, handle: object) -> _NvLinks:
     return _NvLinks(to_gpus, num_to_switches)
 
 
-def _address(nvml: Any, handle: object) -> str:
-    try:
-        return _bus_id(nvml.nvmlDeviceGetPciInfo(handle))
-    except nvml.NVMLError:
-        return ""
-
-
 def _bus_id(pci: Any) -> str:
     """Return the address as text, in one spelling; pynvml returns bytes or text."""
     bus_id = pci.busId
     return (bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)).lower()
-
-
-def _path(nvml: Any, handle: object, other: object) -> PciPath | None:
-    try:
-        return PciPath(nvml.nvmlDeviceGetTopologyCommonAncestor(handle, other))
-    except (nvml.NVMLError, ValueError):
-        return None

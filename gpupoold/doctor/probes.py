@@ -12,6 +12,7 @@ import socket
 import sqlite3
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,14 +31,12 @@ from gpupoold.doctor.facts import (
     Facts,
     KernelFacts,
     LimitFacts,
-    MemoryFacts,
     NetworkFacts,
     NumaFacts,
     VersionFacts,
 )
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_host import folder_facts, limit_facts, memory_facts
-from gpupoold.domain import Folder
 from gpupoold.errors import ConfigError, Failed, GpupoolError
 from gpupoold.memory import libc, numa
 
@@ -69,28 +68,38 @@ def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
         socket_path = runtime_dir / SOCKET_FILE_NAME
     with AdminClient(socket_path) as client:
         daemon = daemon_facts(client)
-        machine = _machine(client) if daemon.is_running else None
+        machine = None
+        # The daemon's user, namespace and control group are not this shell's.
+        with suppress(GpupoolError):
+            machine = client.machine() if daemon.is_running else None
     if machine is not None and config is not None and str(config) != machine.config_path:
         machine = None  # facts about another configuration
     elif machine is not None and machine.config_path is not None:
         config = Path(machine.config_path)
         found = _configured(config)
-    settings = found.settings
+    settings, memory, database = found.settings, memory_facts(pid=daemon.pid), None
+    folders = folder_facts(settings) if settings and machine is None else ()
+    if machine is not None:
+        memory = replace(memory, limit_bytes=machine.memory_limit_bytes)
+        folders = tuple(machine.folders)
+    # A running daemon has checked the database when starting, and writes to the database.
+    if settings is not None and not daemon.is_running:
+        database = database_facts(settings.paths.state_dir / DATABASE_NAME)
     return Facts(
         config_path=str(config or chosen_path() or "the default configuration"),
         problem=found.problem,
         fix=found.fix,
         settings=settings,
         gpu=gpu_facts(),
-        memory=_memory(machine, daemon),
+        memory=memory,
         numa=numa_facts(),
         limits=_limits(machine, daemon),
         kernel=kernel_facts(),
         versions=version_facts(),
         daemon=daemon,
-        folders=_folders(machine, settings),
+        folders=folders,
         network=network_facts(settings, socket_path, daemon) if settings else None,
-        database=_database(settings, daemon) if settings else None,
+        database=database,
         missing_gpus=found.missing_gpus,
     )
 
@@ -103,19 +112,6 @@ def _configured(config: Path | None) -> _Configured:
     return _Configured(file.settings, missing_gpus=missing_gpus(file))
 
 
-def _machine(client: AdminClient) -> MachineInfo | None:
-    """Return what the daemon finds; its user, namespace and control group are not this shell's."""
-    try:
-        return client.machine()
-    except GpupoolError:
-        return None
-
-
-def _memory(machine: MachineInfo | None, daemon: DaemonFacts) -> MemoryFacts:
-    facts = memory_facts(pid=daemon.pid)
-    return facts if machine is None else replace(facts, limit_bytes=machine.memory_limit_bytes)
-
-
 def _limits(machine: MachineInfo | None, daemon: DaemonFacts) -> LimitFacts:
     if machine is None:
         return limit_facts(daemon.pid)
@@ -126,12 +122,6 @@ def _limits(machine: MachineInfo | None, daemon: DaemonFacts) -> LimitFacts:
         machine.locked_bytes,
         machine.address_space_bytes,
     )
-
-
-def _folders(machine: MachineInfo | None, settings: Settings | None) -> tuple[Folder, ...]:
-    if machine is not None:
-        return tuple(machine.folders)
-    return folder_facts(settings) if settings else ()
 
 
 def daemon_facts(client: AdminClient) -> DaemonFacts:
@@ -174,24 +164,17 @@ def numa_facts() -> NumaFacts:
 def kernel_facts() -> KernelFacts:
     """Try the kernel features that memory and processes need."""
     missing = {}
-    for what, attempt in (
-        ("memfd", _try_memfd),
-        ("pidfd", _try_pidfd),
-        ("moving pages", _try_moving_pages),
-    ):
+    attempts: dict[str, Callable[[], None]] = {
+        "memfd": lambda: os.close(os.memfd_create("gpupool-doctor", os.MFD_CLOEXEC)),
+        "pidfd": lambda: os.close(os.pidfd_open(os.getpid())),
+        "moving pages": _try_moving_pages,
+    }
+    for what, attempt in attempts.items():
         try:
             attempt()
         except (OSError, AttributeError) as error:
             missing[what] = str(error)
     return KernelFacts(platform.release(), missing)
-
-
-def _try_memfd() -> None:
-    os.close(os.memfd_create("gpupool-doctor", os.MFD_CLOEXEC))
-
-
-def _try_pidfd() -> None:
-    os.close(os.pidfd_open(os.getpid()))
 
 
 def _try_moving_pages() -> None:
@@ -226,13 +209,6 @@ def network_facts(settings: Settings, socket_path: Path, daemon: DaemonFacts) ->
             except OSError as error:
                 problem = error.strerror or str(error)
     return NetworkFacts(address, problem, socket_path)
-
-
-def _database(settings: Settings, daemon: DaemonFacts) -> DatabaseFacts | None:
-    # A running daemon has checked the database when starting, and writes to the database.
-    if daemon.is_running:
-        return None
-    return database_facts(settings.paths.state_dir / DATABASE_NAME)
 
 
 def database_facts(path: Path) -> DatabaseFacts:

@@ -405,31 +405,27 @@ def change_handlers(state: Any, model_config: Any) -> None:
 
     The handlers get gpupool's bounds, names and messages; requests are answered as by vLLM.
     """
-    explain_missing_parser(state.online_renderer, model_config.served_model_name)
+    # vLLM's OnlineRenderer creates the error while rendering a chat; the request's own fields alone
+    # do not show whether tools are needed. The options are gpupool's in place of vLLM's.
+    model = model_config.served_model_name
+    _replace_error(
+        state.online_renderer,
+        _TOOL_OPTION,
+        f"The model `{model}` has no tool parser, because none was found for its chat template. "
+        'Send no `tools`, or `"tool_choice": "none"`. The operator can choose a parser: '
+        f"`gpupool set {model} --engine tool-call-parser=NAME`, or a chat template with the "
+        f"markup of a parser: `gpupool set {model} --engine chat-template=@FILE`.",
+    )
     # Pooling models have no such handlers.
     if (responses := getattr(state, "openai_serving_responses", None)) is not None:
         name_responses(responses)
-        explain_background(responses)
+        _replace_error(responses, _STORE_VARIABLE, _NO_BACKGROUND)
     bound_pooling(state, model_config.max_model_len)
     make_large_answers_apart(state)
     limit_beams(state)
     name_as_requested(state.openai_serving_models)
     if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
         name_errors_of_streams(messages)
-
-
-def explain_missing_parser(renderer: Any, model: str) -> None:
-    """Let errors of ``renderer`` name the options of ``gpupool`` in place of vLLM's.
-
-    ``renderer`` is vLLM's ``OnlineRenderer``, which creates the error while rendering a chat; the
-    request's own fields alone do not show whether tools are needed.
-    """
-    _replace_error(renderer, _TOOL_OPTION, _missing(model))
-
-
-def explain_background(serving: Any) -> None:
-    """Let errors of ``serving``, vLLM's ``OpenAIServingResponses``, name no variable of vLLM."""
-    _replace_error(serving, _STORE_VARIABLE, _NO_BACKGROUND)
 
 
 def _replace_error(maker: Any, part: str, text: str) -> None:
@@ -441,12 +437,3 @@ def _replace_error(maker: Any, part: str, text: str) -> None:
         return create(text if is_meant else message, *args, **kwargs)
 
     maker.create_error_response = explained
-
-
-def _missing(model: str) -> str:
-    return (
-        f"The model `{model}` has no tool parser, because none was found for its chat template. "
-        'Send no `tools`, or `"tool_choice": "none"`. The operator can choose a parser: '
-        f"`gpupool set {model} --engine tool-call-parser=NAME`, or a chat template with the "
-        f"markup of a parser: `gpupool set {model} --engine chat-template=@FILE`."
-    )

@@ -42,7 +42,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, holding: Bod
             too large in itself or beside other requests.
         Disconnected: the client disconnected.
     """
-    if _declared_length(scope) > max_bytes:
+    if declared_length(scope) > max_bytes:
         raise too_large(max_bytes)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -99,7 +99,8 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return receive_again
 
 
-def _declared_length(scope: Scope) -> int:
+def declared_length(scope: Scope) -> int:
+    """Return the length in the headers of a request, 0 without."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():
             return int(value)

@@ -20,7 +20,6 @@ import uvicorn
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from gpupool_state.batches import BatchRow
 from gpupoold.access.tls import Tls
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.anthropic_errors import with_errors_of
@@ -218,11 +217,9 @@ class FrontendServer:
         refusing = None
         if self._settings.refuses_at_end:
             refusing = http_config(Cors(refuse_stopping, self._callers), tls)
-        return HttpServer(http_config(self._router, tls), self._report_accepting, refusing)
-
-    def _report_accepting(self) -> None:
-        with contextlib.suppress(ChannelClosed):  # the reading task handles the daemon's end
-            self._channel.send(Accepting())
+        return HttpServer(
+            http_config(self._router, tls), lambda: self._try_to_send(Accepting()), refusing
+        )
 
     async def _follow_daemon(self) -> float | None:
         """Handle messages until the end; return the seconds for it, None if the daemon is gone."""
@@ -311,11 +308,14 @@ class FrontendServer:
 
     async def _run_batches(self) -> None:
         if self._batches is not None:
-            await self._batches.run(self._router.ask, self._tell_wait)
+            await self._batches.run(
+                self._router.ask,
+                lambda batch, reason: self._try_to_send(BatchWaits(batch.id, batch.owner, reason)),
+            )
 
-    def _tell_wait(self, batch: BatchRow, reason: str) -> None:
+    def _try_to_send(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(ChannelClosed):  # the reading task handles the daemon's end
-            self._channel.send(BatchWaits(batch.id, batch.owner, reason))
+            self._channel.send(message)
 
     async def _mount_in_order(self) -> None:
         adapter = await self._load_adapter()

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType
 
 INTERRUPTED = 130
 """Exit status of a process that Ctrl-C has ended."""
@@ -22,12 +21,8 @@ def ended_by_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, _end)
+    before = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    os._exit(INTERRUPTED)

@@ -20,7 +20,7 @@ from gpupoold.frontend.batches.input_file import ENDPOINTS
 from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.stored_files import StoredFiles, new_id
 from gpupoold.frontend.batches.uploads import MAX_FORM_BYTES, Uploads
-from gpupoold.frontend.body import read_body, without_bom
+from gpupoold.frontend.body import declared_length, read_body, without_bom
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.errors import (
     ApiError,
@@ -163,7 +163,7 @@ class BatchApi:
                 raise no_such_path(method, path)
 
     async def _upload(self, caller: Caller, scope: Scope, receive: Receive) -> dict[str, Any]:
-        await self._check_room(caller, _declared_bytes(scope))
+        await self._check_room(caller, declared_length(scope))
         async with self._uploads.form(caller.key_id, scope, receive) as form:
             file = form.get("file")
             if not isinstance(file, UploadFile):
@@ -318,11 +318,6 @@ def _checked(asked: _NewBatch) -> float:
     if asked.output_expires_after is not None:
         asked.output_expires_after.check("output_expires_after")
     return window_s
-
-
-def _declared_bytes(scope: Scope) -> int:
-    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-    return int(lengths[-1]) if lengths and lengths[-1].isdigit() else 0
 
 
 def _not_found(kind: str, item_id: str) -> ApiError:

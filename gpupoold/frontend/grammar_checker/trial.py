@@ -54,19 +54,16 @@ class Prepared:
         self.tokenizer: Any = cached_tokenizer_from_config(self.config.model_config)
         cached_get_tokenizer.cache_clear()  # the cache would keep tokenizers of all models
         self._xgrammar = make_backend("xgrammar", self.config, self.tokenizer)
-        self.token_lengths = _token_lengths(self._xgrammar)
+        compiled = self._xgrammar.compiler.compile_grammar('root ::= "a"')
+        tokens = compiled.tokenizer_info.decoded_vocab
+        self.token_lengths: Lengths = numpy.fromiter(map(len, tokens), numpy.int32, len(tokens))
+        """Bytes of each token of the vocabulary by id."""
 
     def backend(self, name: str) -> Any:
         """vLLM's backend of this name, as a worker has one."""
         if name == "xgrammar":
             return self._xgrammar
         return make_backend(name, self.config, self.tokenizer)
-
-
-def _token_lengths(backend: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.int32]]:
-    """Return the length in bytes of each token of the vocabulary by id."""
-    tokens = backend.compiler.compile_grammar('root ::= "a"').tokenizer_info.decoded_vocab
-    return numpy.fromiter(map(len, tokens), numpy.int32, len(tokens))
 
 
 def try_grammar(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:

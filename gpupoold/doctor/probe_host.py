@@ -12,7 +12,7 @@ import psutil
 from gpupoold.config.schema import Settings
 from gpupoold.doctor.facts import LimitFacts, MemoryFacts
 from gpupoold.domain import Folder
-from gpupoold.system.control_group import memory_limit_bytes
+from gpupoold.system.control_group import memory_limit_bytes, read_text
 from gpupoold.system.folders import filesystem_of
 
 
@@ -28,20 +28,14 @@ def memory_facts(root: Path = Path("/"), pid: int | None = None) -> MemoryFacts:
         available_bytes=memory.available,
         limit_bytes=memory_limit_bytes(pid, root),
         huge_bytes=huge,
-        overcommit=int(_read(root / "proc/sys/vm/overcommit_memory") or 0),
+        overcommit=int(read_text(root / "proc/sys/vm/overcommit_memory") or 0),
         transparent_huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/enabled"),
         shared_huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"),
     )
 
 
-def _read(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text().strip()
-    return ""
-
-
 def _meminfo(root: Path, key: str) -> int:
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in read_text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         if name == key:
             return int(value.split()[0])
@@ -50,7 +44,7 @@ def _meminfo(root: Path, key: str) -> int:
 
 def _chosen(path: Path) -> str:
     """Return the word in brackets of a list such as ``always [madvise] never``."""
-    return _read(path).partition("[")[2].partition("]")[0]
+    return read_text(path).partition("[")[2].partition("]")[0]
 
 
 def limit_facts(pid: int | None = None) -> LimitFacts:

@@ -13,21 +13,17 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from gpupoold.access import secret
 from gpupoold.domain import Priority
 from gpupoold.frontend.catalog import Scope as ModelScope
-from gpupoold.frontend.errors import RETRY_STARTING_S, ApiError, over_rate, starting
+from gpupoold.frontend.daemon_calls import RateCalls
+from gpupoold.frontend.errors import ApiError, starting
 from gpupoold.frontend.request_local import RequestLocal
-from gpupoold.units import format_duration
 from gpupoold.wire.messages import (
     AccessReport,
     AccessRules,
     AddRequest,
-    AskRate,
     KeyRecord,
-    RateAnswer,
     ServedModel,
 )
 
@@ -37,8 +33,6 @@ _NO_KEY = (
 )
 _WRONG_KEY = "The API key you provided is not valid."
 _EXPIRED_KEY = "The API key you provided has expired."
-
-_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,51 +211,3 @@ def without_credentials(scope: MutableMapping[str, Any]) -> MutableMapping[str, 
 def _caller(key: KeyRecord, share_prefixes: bool) -> Caller:
     models = None if key.models is None else frozenset(key.models)
     return Caller(key, models, "" if share_prefixes else key.id)
-
-
-class RateCalls:
-    """Asks the daemon whether a request may begin; lives on the event loop."""
-
-    def __init__(
-        self, send: Callable[[msgspec.Struct], None], timeout_s: float = _TIMEOUT_S
-    ) -> None:
-        self._send = send
-        self._timeout_s = timeout_s
-        self._next_call = 0
-        self._asked: dict[int, asyncio.Future[RateAnswer]] = {}
-
-    def answered(self, message: RateAnswer) -> None:
-        """Handle the daemon's answer; ignore a late one."""
-        asked = self._asked.get(message.call_id)
-        if asked is not None and not asked.done():
-            asked.set_result(message)
-
-    async def begin(self, key: KeyRecord) -> None:
-        """Return when the daemon has counted a request with this key.
-
-        Raises:
-            ApiError: 429: too many requests or tokens in too short a time; 503: the daemon does
-                not answer in time.
-        """
-        answer = await self._ask(key)
-        if answer.wait_s:
-            raise over_rate(
-                f"Rate limit reached for the API key `{key.name}`: {answer.limit}. "
-                f"Try again in {format_duration(answer.wait_s)}.",
-                answer.wait_s,
-            )
-
-    async def _ask(self, key: KeyRecord) -> RateAnswer:
-        self._next_call += 1
-        call_id = self._next_call
-        asked: asyncio.Future[RateAnswer] = asyncio.get_running_loop().create_future()
-        self._asked[call_id] = asked
-        self._send(AskRate(call_id, key.id))
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await asked
-        except TimeoutError:
-            text = "The daemon has not confirmed the limits of this API key in time."
-            raise ApiError(503, text, retry_after_s=RETRY_STARTING_S) from None
-        finally:
-            del self._asked[call_id]

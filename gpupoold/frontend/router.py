@@ -29,6 +29,7 @@ from gpupoold.frontend.body import Disconnected, let_others_run, read_body, repl
 from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
 from gpupoold.frontend.catalog import Catalog, Hold, ModelLookup, model_row
 from gpupoold.frontend.cors import Cors, check_host, check_origin
+from gpupoold.frontend.daemon_calls import MetricsCalls
 from gpupoold.frontend.errors import (
     ApiError,
     allow_header,
@@ -44,7 +45,6 @@ from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continued
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
-from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.mounts import Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
 from gpupoold.frontend.pacing import wanted_gap_s, wanted_pace

@@ -25,16 +25,16 @@ from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.anthropic_errors import with_errors_of
 from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.service import BatchService
-from gpupoold.frontend.callers import Callers, RateCalls
+from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.client_texts import fit_for_clients
 from gpupoold.frontend.cors import Cors
+from gpupoold.frontend.daemon_calls import MetricsCalls, RateCalls
 from gpupoold.frontend.errors import STOPPING, ApiError, send_error
 from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.grammars.vetting import GrammarVetting, RunningChecker
 from gpupoold.frontend.in_flight import BytesInFlight
-from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.frontend.mounts import AsgiApp, Mounts, Receive, Scope, Send
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Bounds, Router, Services

@@ -44,7 +44,7 @@ def memory_room_bytes(root: Path = Path("/")) -> int | None:
     """
     rooms = []
     for folder, names, limit in _limited_groups(None, root):
-        usage = _read(folder / names.usage)
+        usage = read_text(folder / names.usage)
         used = int(usage) - _file_cache_bytes(folder, names) if usage.isdecimal() else 0
         rooms.append(max(0, limit - used))
     return min(rooms, default=None)
@@ -52,7 +52,7 @@ def memory_room_bytes(root: Path = Path("/")) -> int | None:
 
 def _limited_groups(pid: int | None, root: Path) -> Iterator[tuple[Path, _Names, int]]:
     """Yield the groups of a process that have a limit, with the limit in bytes."""
-    for line in _read(root / "proc" / str(pid or "self") / "cgroup").splitlines():
+    for line in read_text(root / "proc" / str(pid or "self") / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         top = root / "sys/fs/cgroup"
@@ -66,7 +66,7 @@ def _limited(top: Path, group: str, names: _Names) -> Iterator[tuple[Path, _Name
     """Yield a group and its ancestors, up to the mount point ``top``, that have a limit."""
     folder = top / group.lstrip("/")
     for one in (folder, *folder.parents):
-        text = _read(one / names.limit)
+        text = read_text(one / names.limit)
         if text.isdecimal() and int(text) < _NO_LIMIT_BYTES:
             yield one, names, int(text)
         if one == top:
@@ -74,12 +74,13 @@ def _limited(top: Path, group: str, names: _Names) -> Iterator[tuple[Path, _Name
 
 
 def _file_cache_bytes(folder: Path, names: _Names) -> int:
-    pairs = [line.split() for line in _read(folder / "memory.stat").splitlines()]
+    pairs = [line.split() for line in read_text(folder / "memory.stat").splitlines()]
     values = [int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names.file_cache]
     return sum(values)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a small file of the kernel, empty if there is none."""
     with suppress(OSError):
         return path.read_text().strip()
     return ""

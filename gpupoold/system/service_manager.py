@@ -34,32 +34,25 @@ async def informed(
     if not notifier.has_listener:
         yield
         return
-    task = asyncio.create_task(
-        _inform(notifier, watchdog_s, summary, failure_reason), name="informing"
-    )
+
+    async def inform() -> None:
+        interval_s = _STATUS_INTERVAL_S
+        if watchdog_s is not None:
+            interval_s = min(interval_s, watchdog_s / _PINGS_PER_TIMEOUT)
+        reported = ""
+        while True:
+            problem = failure_reason(time.monotonic())
+            if problem and problem != reported:
+                _logger.error("no watchdog ping is sent: %s", problem)
+            reported = problem
+            if not problem and watchdog_s is not None:
+                notifier.is_well()
+            notifier.status(f"stuck: {problem}" if problem else summary())
+            await asyncio.sleep(interval_s)
+
+    task = asyncio.create_task(inform(), name="informing")
     try:
         yield
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-async def _inform(
-    notifier: Notifier,
-    watchdog_s: float | None,
-    summary: Callable[[], str],
-    failure_reason: Callable[[float], str],
-) -> None:
-    interval_s = _STATUS_INTERVAL_S
-    if watchdog_s is not None:
-        interval_s = min(interval_s, watchdog_s / _PINGS_PER_TIMEOUT)
-    reported = ""
-    while True:
-        problem = failure_reason(time.monotonic())
-        if problem and problem != reported:
-            _logger.error("no watchdog ping is sent: %s", problem)
-        reported = problem
-        if not problem and watchdog_s is not None:
-            notifier.is_well()
-        notifier.status(f"stuck: {problem}" if problem else summary())
-        await asyncio.sleep(interval_s)

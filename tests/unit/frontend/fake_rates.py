@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from gpupoold.frontend.callers import RateCalls
+from gpupoold.frontend.daemon_calls import RateCalls
 from gpupoold.wire.messages import AskRate, RateAnswer
 
 

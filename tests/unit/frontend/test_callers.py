@@ -13,7 +13,8 @@ import pytest
 
 from gpupoold.access.secret import make_key
 from gpupoold.domain import Preset, Priority
-from gpupoold.frontend.callers import Callers, RateCalls, cache_salt, serving, without_credentials
+from gpupoold.frontend.callers import Callers, cache_salt, serving, without_credentials
+from gpupoold.frontend.daemon_calls import RateCalls
 from gpupoold.frontend.errors import ApiError
 from gpupoold.wire.messages import (
     AccessReport,

@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
+from gpupoold.frontend.daemon_calls import MetricsCalls
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.metrics import MetricsCalls
 from gpupoold.wire.messages import AskMetrics, MetricsText
 
 

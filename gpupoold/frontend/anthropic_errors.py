@@ -32,11 +32,8 @@ def error_body(status: int, message: str) -> dict[str, Any]:
 
 def with_errors_of(path: str, send: Send) -> Send:
     """Return ``send`` for an application whose errors get the form of the API of ``path``."""
-    return in_anthropics_form(send) if path.startswith(_PATH) else send
-
-
-def in_anthropics_form(send: Send) -> Send:
-    """Return ``send`` for an application with errors in any form; other answers pass unchanged."""
+    if not path.startswith(_PATH):
+        return send
 
     def rewrite(status: int, body: bytes) -> bytes:
         return json.dumps(error_body(status, _message_of(body))).encode("ascii")

@@ -177,21 +177,16 @@ def _completed(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
 
 
 def _as_large(answer: ChatCompletionResponse | CompletionResponse) -> BaseModel:
-    kind = _LargeCompletion if isinstance(answer, CompletionResponse) else _LargeChat
-    large = kind.model_construct()
-    large._answer = _as_objects(answer)
-    return large
-
-
-def _as_objects(answer: ChatCompletionResponse | CompletionResponse) -> dict[str, Any]:
     """Return a completed answer as objects of JSON, with its log-probabilities as they are."""
     choices = [dict(choice) for choice in answer.choices]
     for choice in choices:
         if "message" in choice:
             choice["message"] = choice["message"].model_dump()
-    shown = {**dict(answer), "choices": choices, "usage": answer.usage.model_dump()}
-    complete(shown, CHOICES)
-    return shown
+    kind = _LargeCompletion if isinstance(answer, CompletionResponse) else _LargeChat
+    large = kind.model_construct()
+    large._answer = {**dict(answer), "choices": choices, "usage": answer.usage.model_dump()}
+    complete(large._answer, CHOICES)
+    return large
 
 
 def _num_prompt_entries(answer: ChatCompletionResponse | CompletionResponse) -> int:

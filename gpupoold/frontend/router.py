@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -27,15 +28,17 @@ from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.batches.work import JsonAnswer
 from gpupoold.frontend.body import Disconnected, let_others_run, read_body, replay, without_bom
 from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
-from gpupoold.frontend.catalog import Catalog, Hold, ModelLookup, model_row
+from gpupoold.frontend.catalog import Catalog, Scope as ModelScope, model_row
 from gpupoold.frontend.cors import Cors, check_host, check_origin
 from gpupoold.frontend.daemon_calls import MetricsCalls
 from gpupoold.frontend.errors import (
     ApiError,
+    NotYet,
     allow_header,
     bad_request,
     method_not_allowed,
     no_such_path,
+    not_ready,
     send_empty,
     send_error,
     send_json,
@@ -45,7 +48,7 @@ from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continued
 from gpupoold.frontend.gates import Gates
 from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
-from gpupoold.frontend.mounts import Mounts, Receive, Scope, Send
+from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
 from gpupoold.frontend.openapi import describe
 from gpupoold.frontend.pacing import wanted_gap_s, wanted_pace
 from gpupoold.frontend.pooling_bodies import POOLING_PATHS, without_token_ids
@@ -61,6 +64,7 @@ from gpupoold.frontend.request_ids import RequestIds, answer_name, request_ids, 
 from gpupoold.frontend.traces import TracedRequest, Traces
 from gpupoold.frontend.waiting import wants_comments
 from gpupoold.system.content_coding import unread_coding
+from gpupoold.wire.messages import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +95,8 @@ WHERE = {
 }
 METRICS_PATH = "/metrics"
 
+_RETRY_UNMOUNTED_S = 1.0
+_POLL_S = 0.05
 _READ = ("GET", "HEAD")
 _FIXED = {
     **dict.fromkeys(ROUTED_PATHS, ("POST",)),
@@ -119,7 +125,8 @@ class Bounds:
     max_body_bytes: int
     max_live_requests: int
     in_flight: BytesInFlight
-    hold: Hold = field(default_factory=Hold)
+    hold_until_s: float = 0.0
+    """The end of the time, on the monotonic clock, in which requests wait for their model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +156,6 @@ class Router:
         self._gates = gates
         self._callers = callers
         self._bounds = bounds
-        self._lookup = ModelLookup(catalog, mounts, bounds.hold)
         self._metrics = services.metrics
         self._traces = services.traces
         self._batches = services.batches
@@ -289,7 +295,7 @@ class Router:
             head = read_head(body, path)
             await let_others_run(len(body))  # vLLM reads and validates it again
             scope = with_id(scope, ids, body_has_id=head.has_id)
-            model, mount = await self._lookup.find(head.model, caller.models)
+            model, mount = await self._find(head.model, caller.models)
             traced.model = model.name
             served = mount.api.paths & ROUTED_PATHS
             if path not in served:
@@ -329,6 +335,32 @@ class Router:
                 ) as gate:
                     traced.answer = gate.answer
                     await self._mounts.serve(mount, scope, receive, gate.send)
+
+    async def _find(self, name: str | None, scope: ModelScope) -> tuple[ServedModel, Mount]:
+        """Return the model and its mount; None means the only model.
+
+        After the start of a frontend, a request for a model that is being loaded or mounted for the
+        first time waits until ``bounds.hold_until_s``, so that a restart of the daemon delays new
+        requests instead of refusing them.
+
+        Raises:
+            ApiError: as ``Catalog.choose``; 503 for a model without a mount.
+        """
+        while True:
+            try:
+                model = self._catalog.choose(name, scope)
+                if (mount := self._mounts.get(model.parent or model.name)) is not None:
+                    return model, mount
+                raise not_ready(
+                    msgspec.structs.replace(
+                        model, state="starting", reason="", retry_after_s=_RETRY_UNMOUNTED_S
+                    )
+                )
+            except NotYet as error:
+                is_over = time.monotonic() >= self._bounds.hold_until_s
+                if is_over or self._mounts.was_mounted(error.model):
+                    raise
+            await asyncio.sleep(_POLL_S)
 
     async def _route_by_response(
         self, caller: Caller, scope: Scope, receive: Receive, send: Send

@@ -186,7 +186,7 @@ class FrontendServer:
             return
         server.should_exit = True
         self._gates.stop()
-        self._bounds.hold.begin(0.0)
+        self._bounds.hold_until_s = 0.0
         if grace_s is None:  # without the daemon no stream can go on
             server.force_exit = True
             await serving
@@ -267,7 +267,7 @@ class FrontendServer:
             case RateAnswer():
                 self._rates.answered(message)
             case Accept():
-                self._bounds.hold.begin(_HOLD_S)
+                self._bounds.hold_until_s = time.monotonic() + _HOLD_S
                 self._may_accept.set()
             case Reconfigure():
                 set_log_level(message.log_level)

@@ -73,25 +73,18 @@ class GrammarChecker:
             ChannelClosed: the frontend is gone.
         """
         while True:
-            for fd, _ in self._poll.poll(self._until_deadline_ms()):
+            first_s = min((trial.deadline_s for trial in self._trials.values()), default=None)
+            wait_s = None if first_s is None else max(0.0, first_s - time.monotonic())
+            for fd, _ in self._poll.poll(None if wait_s is None else wait_s * 1000 + 1):
                 if fd in self._trials:
                     self._end(fd)
-            self._kill_late()
+            now_s = time.monotonic()
+            for trial in self._trials.values():
+                if now_s >= trial.deadline_s:
+                    trial.is_late, trial.deadline_s = True, now_s + CHECK_TIMEOUT_S
+                    os.kill(trial.pid, signal.SIGKILL)
             while (check := self._channel.receive(0)) is not None:
                 self._begin(check)
-
-    def _until_deadline_ms(self) -> float | None:
-        if not self._trials:
-            return None
-        first_s = min(trial.deadline_s for trial in self._trials.values())
-        return max(0.0, first_s - time.monotonic()) * 1000 + 1
-
-    def _kill_late(self) -> None:
-        now_s = time.monotonic()
-        for trial in self._trials.values():
-            if now_s >= trial.deadline_s:
-                trial.is_late, trial.deadline_s = True, now_s + CHECK_TIMEOUT_S
-                os.kill(trial.pid, signal.SIGKILL)
 
     def _begin(self, check: GrammarCheck) -> None:
         try:

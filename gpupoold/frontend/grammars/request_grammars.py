@@ -52,7 +52,11 @@ class ModelGrammars:
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return params
         structured = params.structured_outputs
-        parts = _parts(structured)
+        parts = {
+            field.name: value
+            for field in dataclasses.fields(structured)
+            if field.init and (value := getattr(structured, field.name)) not in (None, False)
+        }
         try:
             constraint = check_constraint(parts)
             verdict = await self._vetting.verdict(
@@ -72,24 +76,11 @@ class ModelGrammars:
             raise refused(bad_request(f"The grammar cannot be used: {reason}", param=_FIELD))
         params = copy.copy(params)
         params.structured_outputs = _validated(structured, verdict)
-        self._check_convictions(params.structured_outputs)
-        return params
-
-    def _check_convictions(self, structured: StructuredOutputsParams) -> None:
         if self._vetting.has_convictions:
-            digest = grammar_digest(structured)
-            reason = self._vetting.conviction(self._model.name, current_key_id(), digest)
-            if reason:
+            digest = grammar_digest(params.structured_outputs)
+            if reason := self._vetting.conviction(self._model.name, current_key_id(), digest):
                 raise refused(bad_request(reason, param=_FIELD))
-
-
-def _parts(structured: StructuredOutputsParams) -> dict[str, Any]:
-    """Return the parts of a grammar that the request sets."""
-    return {
-        field.name: value
-        for field in dataclasses.fields(structured)
-        if field.init and (value := getattr(structured, field.name)) not in (None, False)
-    }
+        return params
 
 
 def _validated(

@@ -12,8 +12,8 @@ import pytest
 
 from gpupoold.frontend.anthropic_errors import (
     error_body,
-    in_anthropics_form,
     name_errors_of_streams,
+    with_errors_of,
 )
 
 
@@ -45,7 +45,7 @@ def passed_on(status: int, *pieces: bytes) -> tuple[dict[str, Any], bytes]:
         sent.append(message)
 
     async def run() -> None:
-        shaped = in_anthropics_form(send)
+        shaped = with_errors_of("/v1/messages", send)
         headers = [(b"content-type", b"text/plain"), (b"retry-after", b"3")]
         await shaped({"type": "http.response.start", "status": status, "headers": headers})
         for number, piece in enumerate(pieces, 1):

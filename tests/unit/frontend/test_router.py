@@ -251,7 +251,7 @@ class TestStart:
     @pytest.fixture
     def starting(self) -> Served:
         served = Served()
-        served.bounds.hold.begin(30.0)
+        served.bounds.hold_until_s = time.monotonic() + 30.0
         return served
 
     def answer_meanwhile(self, served: Served, name: str, *events: Callable[[], None]) -> Answer:
@@ -293,7 +293,10 @@ class TestStart:
         assert "no such layer" in answer.json()["error"]["message"]
 
     def test_the_wait_ends_with_the_time_for_it(self, starting: Served) -> None:
-        answer = self.answer_meanwhile(starting, "late", lambda: starting.bounds.hold.begin(0.0))
+        def end_hold() -> None:
+            starting.bounds.hold_until_s = 0.0
+
+        answer = self.answer_meanwhile(starting, "late", end_hold)
         assert (answer.status, answer.headers["retry-after"]) == (503, "3")
 
     def test_nobody_waits_for_a_model_that_was_here_before(self, starting: Served) -> None:

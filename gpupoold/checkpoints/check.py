@@ -179,7 +179,6 @@ def list_folder(path: Path) -> list[str]:
 
 
 def _remote_code_file(path: Path, config: dict[str, Any]) -> Path | None:
-    """Return the file that requires custom code, if any."""
     if config.get("auto_map"):
         return path / layout.CONFIG_FILE
     tokenizer_config = path / layout.TOKENIZER_CONFIG_FILE
@@ -266,7 +265,6 @@ def _pickled_weights(
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Return the index's map from tensor names to file names."""
     weight_map = read_json(file, MAX_INDEX_VALUES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise Refused(f"{file}: has no 'weight_map'", "download the file again")

@@ -63,7 +63,6 @@ def _weights(manifest: Manifest) -> Sequence[HubFile]:
 
 
 def _beginning(hub: Hub, commit: str, file: HubFile, stop: threading.Event) -> bytes:
-    """Return a file's bytes up to the end of the header."""
     start = _read(hub, commit, file, min(_FIRST_BYTES, file.num_bytes), stop)
     end = header_end(start)
     if len(start) < end <= min(MAX_HEADER_BYTES, file.num_bytes):

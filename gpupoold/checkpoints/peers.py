@@ -130,7 +130,6 @@ class PeerHub(Hub):
 
 
 def _whole(response: httpx.Response) -> bytes:
-    """Return the body of an answer."""
     body = bytearray()
     for part in response.iter_bytes():
         body += part

@@ -73,7 +73,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _words(name: str, value: str) -> list[str]:
-    """Return an option as on the command line."""
     first, dot, keys = name.partition(".")
     flag = f"--{first.replace('_', '-')}"
     # argparse offers no public look-up of an argument by its name.

@@ -184,7 +184,6 @@ class Mounts:
         task.add_done_callback(self._closing.discard)
 
     async def _release(self, mount: Mount) -> None:
-        """Close an API, off the event loop."""
         try:
             await asyncio.to_thread(mount.api.close)
         except Exception:

@@ -198,7 +198,6 @@ class FrontendServer:
     async def _end_streams(
         self, server: HttpServer, serving: asyncio.Task[None], grace_s: float
     ) -> None:
-        """Let open streams finish, and end the remaining streams in time."""
         ending_s, closing_s = min(_ENDING_S, grace_s / 2), min(_CLOSING_S, grace_s / 4)
         await asyncio.wait({serving}, timeout=grace_s - ending_s)
         self._mounts.unmount_all(STOPPING)

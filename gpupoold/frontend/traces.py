@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from gpupoold.frontend.client_answer import ClientAnswer
@@ -22,14 +23,14 @@ _NS_PER_MS = 1_000_000
 _SERVER_ERROR = 500
 
 
+@dataclass(eq=False)
 class TracedRequest:
     """A request under way; ``answer`` is set when there is one."""
 
-    def __init__(self) -> None:
-        self.model = ""
-        self.answer: ClientAnswer | None = None
-        self.status = 0
-        """The status of a refusal, 0 without."""
+    model: str = ""
+    answer: ClientAnswer | None = None
+    status: int = 0
+    """The status of a refusal, 0 without."""
 
 
 class Traces:

@@ -113,7 +113,6 @@ def found_parsers(path: Path, options: Mapping[str, str]) -> FoundParsers:
 
 
 def _given(options: Mapping[str, str], option: str) -> Finding | None:
-    """Return the finding of an option, None if the option is not given."""
     if option not in options:
         return None
     name = options[option].strip()

@@ -74,7 +74,6 @@ class BatchService:
             raise ApiError(503, text, retry_after_s=_RETRY_S) from error
 
     async def _open(self) -> BatchStore:
-        """Open the database as soon as possible."""
         while True:
             try:
                 self._bounds.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -82,10 +82,9 @@ async def _read(request: Request) -> FormData:
         return await request.form(
             max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES
         )
-    except MultiPartException as error:
-        raise bad_request(f"The form cannot be read: {error.message}") from error
-    except UnicodeError as error:
-        raise bad_request(f"The form cannot be read: {error}") from error
+    except (MultiPartException, UnicodeError) as error:
+        reason = getattr(error, "message", error)
+        raise bad_request(f"The form cannot be read: {reason}") from error
 
 
 def _with_boundary_only(scope: Scope) -> Scope:

@@ -245,7 +245,6 @@ class BatchWorker:
                 batch.has_skipped = True
 
     async def _open_lines(self, row: BatchRow) -> AsyncIterator[tuple[int, BatchLine]]:
-        """Yield the requests without a result."""
         done = frozenset(await self._store.done_lines(row.id))
         lines = lines_of(self._files.path(row.input_file_id), row.endpoint, done)
         while chunk := await asyncio.to_thread(_take_lines, lines):

@@ -99,7 +99,6 @@ def _verdict(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
 
 
 def _compile(prepared: Prepared, parts: dict[str, Any]) -> str:
-    """Return the backend that vLLM chooses for the grammar."""
     sampling = SamplingParams(structured_outputs=StructuredOutputsParams(**parts))
     config = prepared.config
     sampling._validate_structured_outputs(

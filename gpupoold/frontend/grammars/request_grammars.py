@@ -86,7 +86,6 @@ class ModelGrammars:
 def _validated(
     structured: StructuredOutputsParams, verdict: GrammarVerdict
 ) -> StructuredOutputsParams:
-    """Return the grammar in the form of vLLM's validation, with the chosen backend."""
     if verdict.backend == "xgrammar" and structured.choice:
         grammar = choice_as_grammar(structured.choice)
         validated = dataclasses.replace(structured, choice=None, grammar=grammar)

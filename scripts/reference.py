@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 import sys
 from collections import Counter
@@ -107,7 +106,9 @@ def commands_page() -> str:
         own = [(f"`{term}`", text) for term, text in _records(command) if shared.get(term) != text]
         if own:
             shown = f"[`{name.removeprefix('gpupool ')}`](#{name.replace(' ', '-')})"
-            rows.append((shown, _summary(command.help)))
+            summary = _summary(command.help)
+            rows.append((shown, summary))
+            texts = [text for text in texts if text.rstrip(".") != summary]
             texts += [*_blocks(command.epilog), _table(("option", "meaning"), own)]
             sections.append("\n\n".join([f"## {name}", f"    {usage}", *texts]))
         else:
@@ -145,12 +146,12 @@ def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str,
 
 
 def _shared_options(found: dict[str, Any]) -> dict[str, str]:
-    """Return the options of three commands, and arguments of two, that mean the same."""
+    """Return the options and arguments of several commands that mean the same."""
     counts = Counter(record for command in found.values() for record in _records(command))
     shared: dict[str, str] = {}
     # Of two meanings of a term the frequent meaning comes first.
     for (term, text), count in counts.most_common():
-        if count >= (3 if term.startswith("-") else 2):
+        if count > 1:
             shared.setdefault(term, text)
     return shared
 
@@ -294,12 +295,11 @@ def _metric(metric: Metric, labels: Sequence[str]) -> str:
 
 def operations_page() -> str:
     """Return the page of the admin API's operations."""
-    rows, bodies = [], {}
+    rows = []
     for one in OPERATIONS.values():
         body, query = "", []
         for parameter in one.parameters:
             if parameter.name == "body":
-                bodies[parameter.annotation.__name__] = parameter.annotation
                 body = f"`{parameter.annotation.__name__}`"
             elif parameter.name not in one.path_names:
                 query.append(f"`{parameter.name}`")
@@ -312,14 +312,8 @@ def operations_page() -> str:
         f"# Operations of the admin API\n\n{_MADE} The daemon answers on its admin socket: "
         "`curl --unix-socket /run/gpupool/admin.sock http://gpupoold/ps`. `gpupool` uses these "
         "operations, and the JSON of its commands has the same names. Times are in seconds, "
-        "sizes in bytes; `/openapi.json` describes all answers.\n",
+        "sizes in bytes; `/openapi.json` describes all bodies and answers.\n",
         _table(head, rows),
-        "## Bodies\n\nFields without a default are required; `null` leaves the choice to the "
-        "daemon, or a value as it is.\n",
-        _table(
-            ("body", "fields"),
-            [(f"`{name}`", _fields(kind)) for name, kind in sorted(bodies.items())],
-        ),
     ]
     return "\n".join(parts)
 
@@ -329,27 +323,6 @@ def _type(kind: Any) -> str:
         return f"list of {_type(get_args(kind)[0])}"
     name = getattr(kind, "__name__", str(kind))
     return "" if name == "NoneType" else f"`{name}`"
-
-
-def _fields(kind: Any) -> str:
-    """Return the fields of a body with types and defaults."""
-    schema = kind.model_json_schema()
-    needed = schema.get("required", ())
-    return "; ".join(
-        f"`{key}` {_type_of(field)}"
-        + ("" if key in needed else f" = `{json.dumps(field.get('default'))}`")
-        for key, field in schema.get("properties", {}).items()
-    )
-
-
-def _type_of(field: dict[str, Any]) -> str:
-    if "anyOf" in field:
-        return " or ".join(_type_of(one) for one in field["anyOf"] if one != {"type": "null"})
-    if "enum" in field:
-        return ", ".join(f"`{one}`" for one in field["enum"])
-    if "items" in field:
-        return f"list of {_type_of(field['items'])}"
-    return str(field.get("type") or field.get("$ref", "").rpartition("/")[2] or "any")
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -62,12 +62,21 @@ def page_text(
     lines += _reasons("What vLLM cannot", families, rows, Outcome.VLLM_CANNOT)
     for num_gpus, found in of_groups.items():
         title = f"On groups of {num_gpus} GPUs"
-        equal = "; ".join(one.title for one in families if _is_equal(found.get(one.name)))
-        head = _GROUPS.format(num_gpus=num_gpus, equal=equal or "none")
+        equal = _equal_families([one for one in families if one.name in rows], found)
+        head = _GROUPS.format(num_gpus=num_gpus, equal=equal)
         lines += ["", f"## {title}", "", head]
         lines += _reasons(f"{title}: not right yet", families, found, Outcome.NO)
         lines += _reasons(f"{title}: what vLLM cannot", families, found, Outcome.VLLM_CANNOT)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _equal_families(families: Sequence[Family], rows: Mapping[str, Row]) -> str:
+    """Return the families that are equal, or all but the untried and different, if fewer."""
+    equal = [one.title for one in families if _is_equal(rows.get(one.name))]
+    others = [one.title for one in families if one.title not in equal]
+    if len(others) < len(equal):
+        return f"all but {'; '.join(others)} (not tried, or below)" if others else "all"
+    return "; ".join(equal) or "none"
 
 
 def _is_equal(row: Row | None) -> bool:
@@ -77,15 +86,16 @@ def _is_equal(row: Row | None) -> bool:
 
 
 def _table(families: Sequence[Family], rows: Mapping[str, Row]) -> list[str]:
-    lines = [_line(["family", "mechanism", "equal", "parsers"]), _line(["-"] * 4)]
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for family in families:
         if family.name in rows:
             cells = rows[family.name].cells
             name = family.title + (f" ({family.dtype})" if family.dtype != "float32" else "")
             backend = ", Transformers" if family in TRANSFORMERS_BACKEND else ""
-            parsers = _parsers(cells.get("parsers"))
-            lines.append(_line([name, f"{family.mechanism}{backend}", _equal(cells), parsers]))
-    return lines
+            kind = f"{family.mechanism}{backend}", _equal(cells), _parsers(cells.get("parsers"))
+            alike.setdefault(kind, []).append(name)
+    head = [_line(["families", "mechanism", "equal", "parsers"]), _line(["-"] * 4)]
+    return head + [_line(["; ".join(names), *kind]) for kind, names in alike.items()]
 
 
 def _equal(cells: Mapping[str, Cell]) -> str:

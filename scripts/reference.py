@@ -167,7 +167,7 @@ def _usage(name: str, command: Any, shared: dict[str, str]) -> str:
             elif param.required:
                 needed.append(term)
             elif shared.get(term) == text:
-                others.append(f"[{term}]")
+                others.append(f"[{term.rpartition(', ')[2]}]")
             else:
                 has_own = True
     return " ".join([name, *needed, *others, *(["[OPTIONS]"] if has_own else []), *arguments])

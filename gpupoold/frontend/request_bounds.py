@@ -2,8 +2,8 @@
 
 The work of each token is done in a frontend's event loop or in a worker's step, where other
 requests wait. Each of the ``n`` answers to each prompt of an HTTP request causes the work again, in
-the same steps. docs/security.md lists all such work. :mod:`.vllm_bounds` has the bounds that need
-vLLM, without which the frontend begins.
+the same steps. :mod:`.vllm_bounds` has the bounds that need vLLM, without
+which the frontend begins.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Handlers:
         return await self._control.status()
 
     async def ps(self) -> Response:
-        return _json(await self._control.ps())
+        return _json(await top_view.ps(self._control))
 
     async def top(
         self,

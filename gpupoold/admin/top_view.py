@@ -1,9 +1,9 @@
-"""The body of ``GET /top``, cheap enough for a poll every second."""
+"""The bodies of ``GET /ps`` and ``GET /top``, cheap enough for a poll every second."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -29,66 +29,100 @@ class TopLimits:
     has_minutes: bool
 
 
+async def ps(control_plane: ControlPlane) -> bytes:
+    """Return the running models, devices and requests: ``Ps`` as JSON."""
+    rows = await control_plane.registry.list()
+    memories, now_s = views.memories_of(control_plane.supervisor.workers), time.monotonic()
+    return msgspec.json.encode(
+        {
+            **_running(control_plane, now_s),
+            "models": list(_usages(control_plane, rows, memories, now_s)),
+            "switch_seconds": control_plane.dispatcher.accounts.switches.seconds,
+        }
+    )
+
+
 async def top(control_plane: ControlPlane, limits: TopLimits) -> bytes:
     """Return the state of the control plane at this moment: ``Top`` as JSON."""
     rows = await control_plane.registry.list()
-    dispatcher, history = control_plane.dispatcher, control_plane.history
+    turns, history = control_plane.dispatcher.accounts.turns, control_plane.history
     after = limits.events_after
     if after is None or history.last_event_id - after > limits.num_events:
         after = max(0, history.last_event_id - limits.num_events)
     has_news = limits.num_events and history.last_event_id > after
     events = await history.events_after(after, limits.num_events) if has_news else []
     now_s = time.monotonic()
-    live = islice(dispatcher.live, limits.num_requests)
     return msgspec.json.encode(
         {
+            **_running(control_plane, now_s, limits.num_requests),
             "at": time.time(),
             "status": views.raw(control_plane.status_of(len(rows))),
-            "devices": [views.raw(one) for one in control_plane.devices()],
             "models": _models(control_plane, rows, now_s, has_minutes=limits.has_minutes),
-            "requests": [views.live_request(request, now_s) for request in live],
-            "turns": dispatcher.accounts.turns.after(limits.turns_after, limits.num_turns),
-            "last_turn_id": dispatcher.accounts.turns.last_id,
+            "turns": turns.after(limits.turns_after, limits.num_turns),
+            "last_turn_id": turns.last_id,
             "events": events,
             "last_event_id": history.last_event_id,
-            "num_switches": dispatcher.accounts.switches.count,
-            "switched_bytes": dispatcher.accounts.switches.moved_bytes,
-            "additions": [views.raw(one) for one in control_plane.lifecycle.ongoing.infos()],
         }
     )
+
+
+def _running(
+    control_plane: ControlPlane, now_s: float, num_requests: int | None = None
+) -> views.Values:
+    """Return the values of ``Running`` with the oldest ``num_requests``, None for all."""
+    dispatcher = control_plane.dispatcher
+    live = islice(dispatcher.live, num_requests)
+    return {
+        "devices": [views.raw(one) for one in control_plane.devices()],
+        "requests": [views.live_request(request, now_s) for request in live],
+        "num_switches": dispatcher.accounts.switches.count,
+        "switched_bytes": dispatcher.accounts.switches.moved_bytes,
+        "additions": [views.raw(one) for one in control_plane.lifecycle.ongoing.infos()],
+    }
 
 
 def _models(
     control_plane: ControlPlane, rows: Iterable[ModelRow], now_s: float, *, has_minutes: bool
 ) -> list[views.Values]:
     memories = views.memories_of(control_plane.supervisor.workers)
-    engines = control_plane.fleet.hosts.engines()
-    found = []
+    usages = _usages(control_plane, rows, memories, now_s, has_minutes=has_minutes)
+    return [
+        {
+            "usage": usage,
+            "ttft_s": row.spec.targets.ttft_s,
+            "tbt_s": row.spec.targets.tbt_s,
+            "is_pinned": row.is_pinned,
+            "fixed_devices": row.spec.devices,
+            "devices": [
+                number
+                for number, held in memories.get(row.spec.name, ())
+                if 0 < held.weights_total_bytes <= held.weights_resident_bytes
+            ],
+        }
+        for row, usage in zip(rows, usages, strict=True)
+    ]
+
+
+def _usages(
+    control_plane: ControlPlane,
+    rows: Iterable[ModelRow],
+    memories: views.Memories,
+    now_s: float,
+    *,
+    has_minutes: bool = True,
+) -> Iterator[views.Values]:
+    """Yield the values of ``ModelUsage`` for registered models."""
+    fleet, dispatcher = control_plane.fleet, control_plane.dispatcher
+    engines = fleet.hosts.engines()
     for row in rows:
-        name, targets = row.spec.name, row.spec.targets
-        state = control_plane.fleet.availability(name).state.value
-        held_by = memories.get(name, ())
-        found.append(
-            {
-                "usage": views.usage(
-                    name,
-                    state,
-                    control_plane.dispatcher,
-                    memories,
-                    engines,
-                    control_plane.cache,
-                    now_s,
-                    has_minutes=has_minutes,
-                ),
-                "ttft_s": targets.ttft_s,
-                "tbt_s": targets.tbt_s,
-                "is_pinned": row.is_pinned,
-                "fixed_devices": row.spec.devices,
-                "devices": [
-                    number
-                    for number, held in held_by
-                    if 0 < held.weights_total_bytes <= held.weights_resident_bytes
-                ],
-            }
+        name, state = row.spec.name, fleet.availability(row.spec.name).state.value
+        yield views.usage(
+            name,
+            state,
+            dispatcher,
+            memories,
+            engines,
+            control_plane.cache,
+            now_s,
+            has_minutes=has_minutes,
         )
-    return found

@@ -244,16 +244,21 @@ class AdditionInfo(Body):
     bytes_per_s: float | None = None
 
 
-class Ps(Body):
-    """Body of ``GET /ps``: running models, devices and requests."""
+class Running(Body):
+    """The devices, the live requests and the switches since the daemon's start."""
 
     devices: list[DeviceInfo]
-    models: list[ModelUsage]
     requests: list[RequestInfo]
     num_switches: int
     switched_bytes: int
-    switch_seconds: dict[str, float]
     additions: list[AdditionInfo] = []
+
+
+class Ps(Running):
+    """Body of ``GET /ps``: running models, devices and requests."""
+
+    models: list[ModelUsage]
+    switch_seconds: dict[str, float]
 
 
 class FrontendInfo(Body):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from gpupoold.api.schemas import AdditionInfo, Body, DeviceInfo, ModelUsage, RequestInfo, Status
+from gpupoold.api.schemas import Body, ModelUsage, Running, Status
 from gpupoold.domain import Event, LargestTransfer
 
 
@@ -46,7 +46,7 @@ class TopModel(Body):
     fixed_devices: list[int] = Field(default_factory=list)
 
 
-class Top(Body):
+class Top(Running):
     """Body of ``GET /top``: the state ``at`` one moment (wall-clock seconds).
 
     ``requests`` are the oldest live requests up to the asked number; ``turns`` and ``events``
@@ -55,16 +55,11 @@ class Top(Body):
 
     at: float
     status: Status
-    devices: list[DeviceInfo]
     models: list[TopModel]
-    requests: list[RequestInfo]
     turns: list[TurnInfo]
     last_turn_id: int
     events: list[Event]
     last_event_id: int
-    num_switches: int
-    switched_bytes: int
-    additions: list[AdditionInfo] = Field(default_factory=list)
 
 
 class Unloaded(Body):

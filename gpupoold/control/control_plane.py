@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
 import psutil
 
 from gpupool_state import History, ModelRow, Registry
@@ -211,15 +210,6 @@ class ControlPlane:
         )
         chat = chat_fields(await self.lifecycle.inspector.parsers(row.spec))
         return info.model_copy(update={"usage": ModelUsage(**now), **chat})
-
-    async def ps(self) -> bytes:
-        """Return running models, devices and requests: ``Ps`` as JSON."""
-        rows = await self.registry.list()
-        names, devices = [str(row.spec.name) for row in rows], self.devices()
-        workers, now_s = self.supervisor.workers, time.monotonic()
-        now = views.ps(names, devices, self.fleet, self.dispatcher, workers, self.cache, now_s)
-        additions = [views.raw(one) for one in self.lifecycle.ongoing.infos()]
-        return msgspec.json.encode({**now, "additions": additions})
 
     def devices(self) -> list[DeviceInfo]:
         limit_of = self.lifecycle.room.limit_bytes

@@ -137,21 +137,21 @@ class PollQuestion:
     """The parts to request in the next answer."""
 
     turns_after: int
-    events_after: int | None
+    events_after: int
     minutes: bool
-    pid: int | None = None
+    pid: int
     """Process id of the daemon at the previous question."""
 
     @classmethod
     def after(cls, picture: Picture) -> PollQuestion:
-        pid = None if picture.status is None else picture.status.pid
-        return cls(picture.last_turn_id, picture.last_event_id, picture.wants_minutes, pid)
+        top = picture.latest
+        return cls(top.last_turn_id, top.last_event_id, picture.wants_minutes, top.status.pid)
 
 
 def ask(client: AdminClient, question: PollQuestion) -> Top:
     """Return the daemon's answer; ask a restarted daemon again for all its turns."""
     top = client.top(question.turns_after, question.events_after, minutes=question.minutes)
-    if question.pid is None or top.status.pid == question.pid:
+    if top.status.pid == question.pid:
         return top
     return client.top(0, question.events_after)
 

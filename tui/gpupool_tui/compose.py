@@ -73,7 +73,7 @@ class PanelTable:
 
 def tables(picture: Picture, view: View) -> dict[Panel, PanelTable]:
     """Return the rows of every table in order, without filtered ones."""
-    wanted = view.filter.lower()
+    wanted, top = view.filter.lower(), picture.latest
 
     def rows(
         panel: Panel, every: Sequence[Any], columns: Any, key_of: Any, text: Any
@@ -81,28 +81,28 @@ def tables(picture: Picture, view: View) -> dict[Panel, PanelTable]:
         kept = [row for row in every if not wanted or wanted in text(row).lower()]
         ordered = sort_rows(kept, columns, view.sorting.get(panel))
         num_all = len(every)
-        if panel is Panel.REQUESTS and picture.status is not None:
-            num_all = max(num_all, picture.status.num_live_requests)
+        if panel is Panel.REQUESTS:
+            num_all = max(num_all, top.status.num_live_requests)
         return PanelTable(columns, ordered, key_of, num_all)
 
     return {
         Panel.DEVICES: rows(
             Panel.DEVICES,
-            picture.devices,
+            top.devices,
             devices_panel.COLUMNS,
             devices_panel.key_of,
             lambda one: wanted,  # a name contains no device
         ),
         Panel.MODELS: rows(
             Panel.MODELS,
-            picture.models,
+            top.models,
             models_panel.columns(picture),
             models_panel.key_of,
             lambda one: one.usage.name,
         ),
         Panel.REQUESTS: rows(
             Panel.REQUESTS,
-            picture.requests,
+            top.requests,
             requests_panel.COLUMNS,
             requests_panel.key_of,
             lambda one: f"{one.request_id} {one.model}",
@@ -171,8 +171,8 @@ def _panel(
     legend = devices_panel.legend(view) if panel is Panel.DEVICES else ()
     notes = _notes(panel, table, drawn, view)
     if panel is Panel.MODELS:
-        notes[1:1] = models_panel.pause_notes(picture.models)
-        notes += models_panel.addition_notes(picture.additions)
+        notes[1:1] = models_panel.pause_notes(picture.latest.models)
+        notes += models_panel.addition_notes(picture.latest.additions)
     title = title_line(panel, view, notes, legend, width)
     return [title, *drawn.lines], drawn.keys
 
@@ -193,7 +193,7 @@ def _notes(panel: Panel, table: PanelTable, drawn: DrawnTable, view: View) -> li
 def _lanes(picture: Picture, view: View, width: int, height: int) -> tuple[list[Line], list[str]]:
     glyphs, zoom_s = view.glyphs, view.zoom_s
     cells = max(1, width - _LANE_LEFT - _LANE_RIGHT)
-    devices = sorted(picture.devices, key=lambda one: one.device)
+    devices = sorted(picture.latest.devices, key=lambda one: one.device)
     numbers = [str(device.device) for device in devices]
     selected = view.selected.get(Panel.DEVICES, "")
     index = numbers.index(selected) if selected in numbers else 0

@@ -8,6 +8,7 @@ from gpupool_tui.numbers import clock, count, duration, size, uptime
 from gpupool_tui.picture import Picture
 from gpupool_tui.text import Line, Span, fit_line, width_of
 from gpupool_tui.view import Panel, View
+from gpupoold.api.schemas_top import Top
 from gpupoold.printable import clean
 
 _STATE_STYLES = {"ready": "good", "starting": "warn", "stopping": "warn"}
@@ -20,13 +21,9 @@ def header(picture: Picture, view: View, width: int) -> Line:
     if view.lost:
         left.append(Span(f"{view.glyphs.dot} {clean(view.lost)}", "bad"))
         return _both(left, right, width, "bar")
-    status = picture.status
-    if status is None:
-        left.append(Span("connecting", "dim"))
-        return _both(left, right, width, "bar")
-    style = _STATE_STYLES.get(status.state, "")
-    left.append(Span(f"{view.glyphs.dot} {status.state}", style))
-    for text, text_style in _facts(picture):
+    state = picture.latest.status.state
+    left.append(Span(f"{view.glyphs.dot} {state}", _STATE_STYLES.get(state, "")))
+    for text, text_style in _facts(picture.latest):
         piece = (Span(f" {view.glyphs.separator} ", "dim"), Span(text, text_style))
         if width_of(left) + width_of(piece) + width_of(right) + 1 > width:
             break
@@ -34,19 +31,18 @@ def header(picture: Picture, view: View, width: int) -> Line:
     return _both(left, right, width, "bar")
 
 
-def _facts(picture: Picture) -> Iterable[tuple[str, str]]:
-    status = picture.status
-    assert status is not None
-    rate = sum(model.usage.tokens_per_s for model in picture.models)
+def _facts(top: Top) -> Iterable[tuple[str, str]]:
+    status = top.status
+    rate = sum(model.usage.tokens_per_s for model in top.models)
     yield f"{status.num_live_requests} live", ""
     yield f"{count(rate)} tok/s", ""
     refused = status.num_refused_requests
     yield f"{count(refused)} refused", "warn" if refused else ""
-    yield _number(len(picture.devices), "device"), ""
+    yield _number(len(top.devices), "device"), ""
     yield _number(status.num_models, "model"), ""
     yield f"up {uptime(status.uptime_s)}", ""
-    switches = f"{count(picture.num_switches)} switch{'es' * (picture.num_switches != 1)}"
-    yield f"{switches}, {size(picture.switched_bytes)} moved", ""
+    switches = f"{count(top.num_switches)} switch{'es' * (top.num_switches != 1)}"
+    yield f"{switches}, {size(top.switched_bytes)} moved", ""
     limit = size(status.model_cache_limit_bytes)
     yield f"cache {size(status.model_cache_bytes)}/{limit}", ""
     yield f"daemon {size(status.rss_bytes)}", ""
@@ -63,9 +59,8 @@ def _right(picture: Picture, view: View) -> list[Span]:
         spans.append(Span("read-only ", "warn"))
     if view.is_held:
         spans.append(Span("HELD ", "warn"))
-    at = clock(picture.at, view.zone) if picture.at else "--:--:--"
     every = f" +{duration(view.interval_s)}" if view.interval_s else ""
-    spans.append(Span(f"{at}{every} ", "dim"))
+    spans.append(Span(f"{clock(picture.latest.at, view.zone)}{every} ", "dim"))
     return spans
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from gpupool_tui.lanes import Cell, LaneCells, Stretch, first_cell, stretches
-from gpupoold.api.schemas import AdditionInfo, DeviceInfo, RequestInfo, Status
-from gpupoold.api.schemas_top import Top, TopModel, TurnInfo
+from gpupoold.api.schemas import DeviceInfo
+from gpupoold.api.schemas_top import Top, TurnInfo
 from gpupoold.domain import Event
 
 NUM_EVENTS = 1000
@@ -18,27 +18,21 @@ _MINUTES_EVERY = 15
 
 @dataclass(slots=True)
 class Picture:
-    """Takes one answer after the other; ``at`` (wall-clock seconds) is the latest one's time.
+    """The ``latest`` answer, and what earlier answers had.
 
     ``turns`` are by device, oldest first. A restarted daemon restarts its turns, which the process
     id reveals.
     """
 
-    at: float = 0.0
-    status: Status | None = None
-    devices: list[DeviceInfo] = field(default_factory=list)
-    models: list[TopModel] = field(default_factory=list)
-    requests: list[RequestInfo] = field(default_factory=list)
-    additions: list[AdditionInfo] = field(default_factory=list)
+    latest: Top
     turns: dict[int, deque[TurnInfo]] = field(default_factory=dict)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=NUM_EVENTS))
-    num_switches: int = 0
-    switched_bytes: int = 0
-    last_turn_id: int = 0
-    last_event_id: int | None = None
     num_answers: int = 0
     _minutes: dict[str, list[float | None]] = field(default_factory=dict)
     _lanes: dict[tuple[int, float], LaneCells] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.add(self.latest)
 
     @property
     def wants_minutes(self) -> bool:
@@ -46,14 +40,10 @@ class Picture:
         return self.num_answers % _MINUTES_EVERY == 0
 
     def add(self, top: Top) -> None:
-        if self.status is not None and top.status.pid != self.status.pid:
+        if self.restarted(top):
             self.turns.clear()
             self._lanes.clear()
-        self.at, self.status = top.at, top.status
-        self.devices, self.requests = top.devices, top.requests
-        self.models, self.additions = top.models, top.additions
-        self.num_switches, self.switched_bytes = top.num_switches, top.switched_bytes
-        self.last_turn_id, self.last_event_id = top.last_turn_id, top.last_event_id
+        self.latest = top
         self.num_answers += 1
         for turn in top.turns:
             kept = self.turns.setdefault(turn.device, deque(maxlen=NUM_TURNS))
@@ -65,7 +55,7 @@ class Picture:
 
     def restarted(self, top: Top) -> bool:
         """Return whether an answer comes from another daemon process than the previous one."""
-        return self.status is not None and top.status.pid != self.status.pid
+        return top.status.pid != self.latest.status.pid
 
     def minutes_of(self, model: str) -> list[float | None]:
         """Return a model's attainment by the minute from the latest answer with minutes."""
@@ -73,7 +63,7 @@ class Picture:
 
     def cells(self, device: DeviceInfo, zoom_s: float, width: int) -> list[Cell]:
         """A device's line of time up to now, in ``width`` cells of ``zoom_s``."""
-        number, now = device.device, self.at
+        number, now = device.device, self.latest.at
 
         def parts(since: float) -> tuple[list[Stretch], float]:
             turns = self.turns_since(number, since)

@@ -91,8 +91,9 @@ def screen_text(picture: Picture, width: int, *, is_ascii: bool, zone: tzinfo | 
     """Return all panels as text of any height, without the hints of keys."""
     zoom_s = first_zoom_s(picture.turns_s())
     view = View(ASCII if is_ascii else UNICODE, zone, zoom_s=zoom_s, interval_s=0.0)
-    rows = len(picture.devices), len(picture.models), len(picture.requests), len(picture.events)
-    height = 2 + sum(wish.most for wish in wishes(*rows).values())
+    top, num_events = picture.latest, len(picture.events)
+    rows = wishes(len(top.devices), len(top.models), len(top.requests), num_events)
+    height = 2 + sum(wish.most for wish in rows.values())
     lines = compose(picture, view, width, height).lines[:-1]
     texts = [plain(line) for line in lines]
     while texts and not texts[-1]:
@@ -102,6 +103,4 @@ def screen_text(picture: Picture, width: int, *, is_ascii: bool, zone: tzinfo | 
 
 def ask_once(client: AdminClient) -> Picture:
     """The picture at this moment."""
-    picture = Picture()
-    picture.add(client.top(turns=_NUM_TURNS, requests=_NUM_REQUESTS, events=_NUM_EVENTS))
-    return picture
+    return Picture(client.top(turns=_NUM_TURNS, requests=_NUM_REQUESTS, events=_NUM_EVENTS))

@@ -48,32 +48,6 @@ def frontends(found: Iterable[Frontend], live: LiveRequests) -> list[FrontendInf
     ]
 
 
-def ps(
-    models: Iterable[str],
-    devices: Iterable[DeviceInfo],
-    fleet: Fleet,
-    dispatcher: Dispatcher,
-    workers: Sequence[Worker],
-    cache: SnapshotCache,
-    now_s: float,
-) -> Values:
-    """Return the values of ``Ps`` for the registered models."""
-    switches = dispatcher.accounts.switches
-    memories, engines = memories_of(workers), fleet.hosts.engines()
-    states = {name: fleet.availability(name).state.value for name in models}
-    return {
-        "devices": [raw(one) for one in devices],
-        "models": [
-            usage(name, state, dispatcher, memories, engines, cache, now_s)
-            for name, state in states.items()
-        ],
-        "requests": [live_request(request, now_s) for request in dispatcher.live],
-        "num_switches": switches.count,
-        "switched_bytes": switches.moved_bytes,
-        "switch_seconds": switches.seconds,
-    }
-
-
 def raw(body: BaseModel) -> msgspec.Raw:
     """Return a body as part of a larger body made of values."""
     return msgspec.Raw(body.model_dump_json().encode())

@@ -160,6 +160,4 @@ def top(num_answers: int = 0, pid: int = 4321) -> Top:
 
 def picture() -> Picture:
     """After one answer."""
-    seen = Picture()
-    seen.add(top())
-    return seen
+    return Picture(top())

@@ -80,9 +80,8 @@ class Running:
 async def running(
     daemon: FakeDaemon, theme: str = "textual-dark", **changes: Any
 ) -> AsyncIterator[Running]:
-    picture = Picture()
     with AdminClient(daemon.socket_path) as client:
-        picture.add(client.top())
+        picture = Picture(client.top())
     view = View(UNICODE, UTC, interval_s=0.15)
     for name, value in changes.items():
         setattr(view, name, value)
@@ -294,7 +293,7 @@ async def test_pin_and_unpin(busy: FakeDaemon) -> None:
         await run.press("p", "enter")
         await run.until(lambda: run.shows("alpha: pinned"))
         assert busy.cached["alpha"]["is_pinned"]
-        await run.until(lambda: run.app.picture.models[0].is_pinned)
+        await run.until(lambda: run.app.picture.latest.models[0].is_pinned)
         await run.press("p", "enter")
         await run.until(lambda: run.shows("alpha: not pinned any more"))
 
@@ -342,7 +341,7 @@ async def test_cancel(busy: FakeDaemon) -> None:
     async with running(busy, focus=Panel.REQUESTS) as run:
         await run.press("x", "enter")
         await run.until(lambda: run.shows("cmpl-0: cancelled after 20 tokens"))
-        await run.until(lambda: len(run.app.picture.requests) == 1)
+        await run.until(lambda: len(run.app.picture.latest.requests) == 1)
         assert [one.request_id for one in busy.live_requests] == ["cmpl-1"]
 
 

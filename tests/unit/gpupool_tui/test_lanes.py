@@ -17,9 +17,7 @@ IDLE = device(0, on_turn=None, quota_used_s=0.0)
 
 
 def seen(turns: list[TurnInfo], now: DeviceInfo = IDLE, at: float = AT) -> Picture:
-    picture = Picture()
-    picture.add(answer(turns, now, at))
-    return picture
+    return Picture(answer(turns, now, at))
 
 
 def answer(turns: list[TurnInfo], now: DeviceInfo = IDLE, at: float = AT) -> Top:
@@ -27,7 +25,7 @@ def answer(turns: list[TurnInfo], now: DeviceInfo = IDLE, at: float = AT) -> Top
 
 
 def lane(picture: Picture, width: int = 20, zoom_s: float = 1.0) -> str:
-    [now] = picture.devices
+    [now] = picture.latest.devices
     drawn = draw_lane(picture.cells(now, zoom_s, width), ASCII)
     assert width_of(drawn.line) == width
     return plain(drawn.line)
@@ -70,7 +68,7 @@ def test_what_has_been_drawn_only_moves() -> None:
 
 
 def test_cells_kept_are_those_worked_out_anew() -> None:
-    picture = Picture()
+    picture = seen([])
     turns: list[TurnInfo] = []
     for number in range(60):
         at = AT + 0.7 * number

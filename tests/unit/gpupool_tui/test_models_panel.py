@@ -6,15 +6,14 @@ import pytest
 
 from gpupool_tui.glyphs import UNICODE
 from gpupool_tui.models_panel import columns, pause_notes
-from gpupool_tui.picture import Picture
 from gpupool_tui.text import Line
 from gpupool_tui.view import View
 from gpupoold.api.schemas_top import TopModel
-from tests.unit.gpupool_tui.pictures import model
+from tests.unit.gpupool_tui.pictures import model, picture
 
 
 def cell(one: TopModel, key: str) -> Line:
-    [column] = [column for column in columns(Picture()) if column.key == key]
+    [column] = [column for column in columns(picture()) if column.key == key]
     return column.cell(one, View(UNICODE), column.width)
 
 

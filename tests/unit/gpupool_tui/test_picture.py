@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gpupool_tui.base_app import PollQuestion
-from gpupool_tui.picture import Picture
 from tests.unit.gpupool_tui.pictures import AT, picture, top
 
 
@@ -15,7 +14,6 @@ def test_turns_add_up_by_device() -> None:
 
 
 def test_only_what_is_new_is_asked_for() -> None:
-    assert PollQuestion.after(Picture()) == PollQuestion(0, None, True, None)
     assert PollQuestion.after(picture()) == PollQuestion(7, 4, False, 4321)
 
 

@@ -96,8 +96,7 @@ def test_one_screen_of_text_has_every_row(is_ascii: bool) -> None:
 
 def test_a_daemon_with_nothing_yet() -> None:
     nothing = {"devices": [device(0, state="starting", on_turn=None)], "models": [], "turns": []}
-    seen = Picture()
-    seen.add(top().model_copy(update=nothing | {"requests": [], "events": []}))
+    seen = Picture(top().model_copy(update=nothing | {"requests": [], "events": []}))
     screen = compose(seen, view(), 80, 24)
     compare("empty-80x24", "\n".join(plain(line) for line in screen.lines))
 
@@ -113,7 +112,7 @@ def test_any_size_can_be_drawn(width: int, height: int) -> None:
 def test_the_title_of_the_models_tells_what_is_being_added() -> None:
     shown = picture()
     download = AdditionInfo(name="llama\x1b[2J", stage="download", done_bytes=1, total_bytes=4)
-    shown.additions = [download, AdditionInfo(name="q", stage="check")]
+    shown.latest.additions = [download, AdditionInfo(name="q", stage="check")]
     lines = [plain(line) for line in compose(shown, view(), 160, 50).lines]
     (title,) = [line for line in lines if "adding" in line]
     assert "adding llama\ufffd[2J: 1 B of 4 B, 25 % " in title

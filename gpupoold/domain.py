@@ -245,6 +245,26 @@ class ModelSpec:
         return Targets(further.ttft_s or self.targets.ttft_s, further.tbt_s or self.targets.tbt_s)
 
 
+@dataclass(frozen=True)
+class BatchRecord:
+    """A batch of a client; times in wall-clock seconds.
+
+    ``models`` has some models of the requests, none before the input is checked. ``next_try_at`` is
+    the time of the next try if requests wait for another try.
+    """
+
+    id: str
+    endpoint: str
+    created_at: int
+    expires_at: int
+    models: list[str] = field(default_factory=list)
+    num_requests: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    next_try_at: int | None = None
+    ended_at: int | None = None
+
+
 SWITCH_STAGES = ("evict", "map", "weights", "kv")
 
 WarmSource = Literal["resident", "prefetched", "host_cached"]

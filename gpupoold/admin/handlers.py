@@ -449,8 +449,8 @@ def _machine(configuration: Configuration) -> MachineInfo:
 
 def _batch_info(row: BatchRow, names: Mapping[str, str]) -> BatchInfo:
     own = {"key": names.get(row.owner, row.owner), "state": row.status, "reason": row.waits_because}
-    others = {name: getattr(row, name) for name in BatchInfo.model_fields.keys() - own.keys()}
-    return BatchInfo.model_validate(own | others)
+    shared = {one.name for one in dataclasses.fields(BatchInfo)} - own.keys()
+    return BatchInfo(**own | {name: getattr(row, name) for name in shared})
 
 
 def _powers(body: AddKeyRequest) -> KeyPowers:

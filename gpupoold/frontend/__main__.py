@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from gpupoold.access.tls import Tls
-from gpupoold.frontend.batches.limits import BatchBounds
+from gpupoold.config.sections import BatchSettings
 from gpupoold.frontend.grammar_checker.checker import fork_checker
 from gpupoold.frontend.grammars.vetting import RunningChecker
 from gpupoold.frontend.server import FrontendServer, FrontendSettings
@@ -41,14 +41,7 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
     parser.add_argument("--traces-share", type=float, default=1.0)
     parser.add_argument("--refuses-at-end", type=int, default=0)
     parser.add_argument("--batches-folder", type=Path)
-    parser.add_argument("--batches-max-bytes", type=int, default=0)
-    parser.add_argument("--batches-max-key-bytes", type=int, default=0)
-    parser.add_argument("--batches-max-file-bytes", type=int, default=0)
-    parser.add_argument("--batches-max-requests", type=int, default=0)
-    parser.add_argument("--batches-max-live", type=int, default=1)
-    parser.add_argument("--batches-keep-s", type=float, default=0.0)
-    parser.add_argument("--batches-max-key-files", type=int, default=0)
-    parser.add_argument("--batches-max-key-batches", type=int, default=0)
+    parser.add_argument("--batches", type=BatchSettings.model_validate_json, default="{}")
     parser.add_argument("--tls-cert", type=Path)
     parser.add_argument("--tls-key", type=Path)
     found = parser.parse_args(arguments)
@@ -66,25 +59,8 @@ def parse_arguments(arguments: list[str] | None = None) -> FrontendSettings:
         parent_pid=found.parent_pid,
         refuses_at_end=bool(found.refuses_at_end),
         tls=None if found.tls_cert is None else Tls(found.tls_cert, found.tls_key),
-        batches=_batches(found),
-    )
-
-
-def _batches(found: argparse.Namespace) -> BatchBounds | None:
-    """Return the bounds of batches; the first frontend runs batches."""
-    if found.batches_folder is None:
-        return None
-    return BatchBounds(
-        found.batches_folder,
-        found.batches_max_bytes,
-        found.batches_max_key_bytes,
-        found.batches_max_file_bytes,
-        found.batches_max_requests,
-        found.batches_max_live,
-        found.batches_keep_s,
-        found.batches_max_key_files,
-        found.batches_max_key_batches,
-        runs_batches=found.number == 0,
+        batches=found.batches,
+        batches_folder=found.batches_folder,
     )
 
 

@@ -11,8 +11,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,9 +22,9 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from gpupoold.access.tls import Tls
+from gpupoold.config.sections import BatchSettings
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.anthropic_errors import with_errors_of
-from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
@@ -97,7 +98,8 @@ class FrontendSettings:
     """A frontend's parameters from the daemon; the frontend owns the descriptors.
 
     All frontends share the listening socket; ``number`` distinguishes frontends. With
-    ``refuses_at_end``, a stopping frontend answers new connections with 503.
+    ``refuses_at_end``, a stopping frontend answers new connections with 503. The first frontend
+    runs the batches in ``batches_folder``, None without batches.
     """
 
     wire_fd: int
@@ -113,7 +115,8 @@ class FrontendSettings:
     parent_pid: int | None = None
     refuses_at_end: bool = False
     tls: Tls | None = None
-    batches: BatchBounds | None = None
+    batches: BatchSettings = field(default_factory=BatchSettings)
+    batches_folder: Path | None = None
 
 
 class FrontendServer:
@@ -142,8 +145,14 @@ class FrontendServer:
         self._traces = Traces(settings.traces_endpoint, settings.traces_share)
         self._batches = (
             None
-            if settings.batches is None
-            else BatchService(settings.batches, self._bounds.in_flight, self._callers)
+            if settings.batches_folder is None
+            else BatchService(
+                settings.batches_folder,
+                settings.batches,
+                self._bounds.in_flight,
+                self._callers,
+                runs_batches=settings.number == 0,
+            )
         )
         services = Services(self._metrics, self._traces, self._batches, self._fleet_calls)
         self._router = Router(

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 from gpupool_state.db import Database, turn
 from gpupool_state.migrations import BATCH_MIGRATIONS
 from gpupool_state.writer import Source, Transaction, explained
+from gpupoold.domain import BatchRecord
 
 BATCHES_NAME = "batches.db"
 _NOT_EXPIRED = "(expires_at IS NULL OR expires_at > CAST(strftime('%s', 'now') AS INTEGER))"
@@ -47,37 +48,27 @@ class FileRow:
     expires_at: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """A batch. ``completion_window`` is as the client wrote it.
+@dataclass(frozen=True, kw_only=True)
+class BatchRow(BatchRecord):
+    """A batch as stored. ``completion_window`` is as the client wrote it.
 
-    ``errors`` has the problems of an invalid input file, as JSON objects of the API; ``models``
-    some models of the requests. ``waits_because`` is the reason if requests wait for a further try,
-    the next at ``next_try_at``. Files of results are kept for ``output_expires_after_s``.
+    ``errors`` has the problems of an invalid input file, as JSON objects of the API.
+    ``waits_because`` is the reason if requests wait for a further try. Files of results are kept
+    for ``output_expires_after_s``.
     """
 
-    id: str
     owner: str
-    endpoint: str
     input_file_id: str
     completion_window: str
-    created_at: int
-    expires_at: int
     status: BatchStatus = "validating"
     metadata: dict[str, str] = field(default_factory=dict)
     errors: list[dict[str, Any]] = field(default_factory=list)
     output_file_id: str | None = None
     error_file_id: str | None = None
-    num_requests: int = 0
-    num_completed: int = 0
-    num_failed: int = 0
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     cancelling_at: int | None = None
-    ended_at: int | None = None
-    models: list[str] = field(default_factory=list)
     waits_because: str = ""
-    next_try_at: int | None = None
     output_expires_after_s: int | None = None
 
 

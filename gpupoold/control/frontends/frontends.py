@@ -280,7 +280,8 @@ class Frontend(Supervised[m.FromFrontend]):
                     "--traces-share": settings.traces.share,
                     "--refuses-at-end": int(not isinstance(self._listener, KeptSocket)),
                     **_tls_options(settings.server),
-                    **_batch_options(settings),
+                    "--batches-folder": settings.paths.state_dir / "batches",
+                    "--batches": settings.batches.model_dump_json(by_alias=True),
                 }
             ),
             m.FromFrontend,
@@ -341,21 +342,6 @@ class Frontend(Supervised[m.FromFrontend]):
             _logger.exception("building the metrics failed")
         else:
             self.send(m.MetricsText(call_id, text))
-
-
-def _batch_options(settings: Settings) -> dict[str, object]:
-    bounds = settings.batches
-    return {
-        "--batches-folder": settings.paths.state_dir / "batches",
-        "--batches-max-bytes": bounds.max_bytes,
-        "--batches-max-key-bytes": bounds.max_key_bytes,
-        "--batches-max-file-bytes": bounds.max_file_bytes,
-        "--batches-max-requests": bounds.max_requests,
-        "--batches-max-live": bounds.max_live,
-        "--batches-keep-s": bounds.keep_s,
-        "--batches-max-key-files": bounds.max_key_files,
-        "--batches-max-key-batches": bounds.max_key_batches,
-    }
 
 
 def _tls_options(server: ServerSettings) -> dict[str, object]:

@@ -16,8 +16,8 @@ import msgspec
 from starlette.datastructures import FormData, UploadFile
 
 from gpupool_state.batches import Account, BatchRow, BatchStore, FileRow, Order
+from gpupoold.config.sections import BatchSettings
 from gpupoold.frontend.batches.input_file import ENDPOINTS
-from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.stored_files import StoredFiles, new_id
 from gpupoold.frontend.batches.uploads import MAX_FORM_BYTES, Uploads
 from gpupoold.frontend.body import declared_length, read_body, without_bom
@@ -122,7 +122,7 @@ class BatchApi:
     """Serves files and batches; ``in_flight`` counts the bytes of bodies."""
 
     def __init__(
-        self, store: BatchStore, files: StoredFiles, bounds: BatchBounds, in_flight: BytesInFlight
+        self, store: BatchStore, files: StoredFiles, bounds: BatchSettings, in_flight: BytesInFlight
     ) -> None:
         self._store = store
         self._files = files
@@ -255,12 +255,12 @@ class BatchApi:
         now, kept = int(time.time()), asked.output_expires_after
         row = BatchRow(
             new_id("batch_"),
-            caller.key_id,
             asked.endpoint,
-            file.id,
-            asked.completion_window,
             now,
             now + round(window_s),
+            owner=caller.key_id,
+            input_file_id=file.id,
+            completion_window=asked.completion_window,
             metadata=asked.metadata or {},
             output_expires_after_s=None if kept is None else kept.seconds,
         )

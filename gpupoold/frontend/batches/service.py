@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from gpupool_state.batches import BatchRow, BatchStatus, BatchStore
+from gpupoold.config.sections import BatchSettings
 from gpupoold.errors import GpupoolError
 from gpupoold.frontend.batches.api import BatchApi
-from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.stored_files import StoredFiles
 from gpupoold.frontend.batches.work import Ask, BatchWorker, TellWait
 from gpupoold.frontend.callers import Caller, Callers
@@ -28,13 +29,26 @@ _CLEAN_S = 600.0
 
 
 class BatchService:
-    """Files and batches; the database is opened by :meth:`run`."""
+    """Files and batches in ``folder``; the database is opened by :meth:`run`.
 
-    def __init__(self, bounds: BatchBounds, in_flight: BytesInFlight, callers: Callers) -> None:
+    ``runs_batches`` is true in one frontend.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        bounds: BatchSettings,
+        in_flight: BytesInFlight,
+        callers: Callers,
+        *,
+        runs_batches: bool,
+    ) -> None:
+        self._folder = folder
         self._bounds = bounds
         self._in_flight = in_flight
         self._callers = callers
-        self._files = StoredFiles(bounds.folder / "files")
+        self._runs_batches = runs_batches
+        self._files = StoredFiles(folder / "files")
         self._api: BatchApi | None = None
 
     async def run(self, ask: Ask, tell_wait: TellWait) -> None:
@@ -45,7 +59,7 @@ class BatchService:
         store = await self._open()
         self._api = BatchApi(store, self._files, self._bounds, self._in_flight)
         try:
-            if not self._bounds.runs_batches:
+            if not self._runs_batches:
                 await asyncio.Event().wait()
             await self._callers.known.wait()
             places, find = Places(self._bounds.max_live), self._callers.of_batch
@@ -54,7 +68,7 @@ class BatchService:
         finally:
             self._api = None
             with contextlib.suppress(GpupoolError):
-                if self._bounds.runs_batches:
+                if self._runs_batches:
                     await store.forget_asked()
             await store.close()
 
@@ -76,8 +90,8 @@ class BatchService:
     async def _open(self) -> BatchStore:
         while True:
             try:
-                self._bounds.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                return await BatchStore.open(self._bounds.folder)
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                return await BatchStore.open(self._folder)
             except (GpupoolError, OSError) as error:
                 _logger.warning("files and batches are not served yet: %s", error)
                 await asyncio.sleep(_RETRY_S)

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from gpupool_state.batches import BatchRow, BatchStatus, BatchStore, FileRow, ResultRow
+from gpupoold.config.sections import BatchSettings
 from gpupoold.frontend.batches.input_file import (
     MAX_ERRORS,
     BatchLine,
@@ -27,7 +28,6 @@ from gpupoold.frontend.batches.input_file import (
     check_lines,
     lines_of,
 )
-from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.stored_files import StoredFiles, new_id
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.places import Places
@@ -93,7 +93,7 @@ class BatchWorker:
         ask: Ask,
         find_caller: FindCaller,
         places: Places,
-        bounds: BatchBounds,
+        bounds: BatchSettings,
         tell_wait: TellWait,
     ) -> None:
         self._store = store

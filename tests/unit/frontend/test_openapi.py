@@ -74,7 +74,15 @@ def test_objects_of_batches_are_as_described() -> None:
     rows = {
         "PoolFile": file_object(FileRow("file-1", "k", "batch", "in", 3, 1, expires_at=2)),
         "PoolBatch": batch_object(
-            BatchRow("batch_1", "k", "/v1/completions", "file-1", "1h", 1, 2)
+            BatchRow(
+                "batch_1",
+                "/v1/completions",
+                1,
+                2,
+                owner="k",
+                input_file_id="file-1",
+                completion_window="1h",
+            )
         ),
     }
     schemas = describe([], lambda _: False, has_batches=True)["components"]["schemas"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 
 from gpupool_cli import output
 from gpupoold.api.schemas_batches import BatchInfo
@@ -24,9 +25,7 @@ WAITS = BatchInfo(
     next_try_at=1_750_000_300,
     ended_at=None,
 )
-NEW = WAITS.model_copy(
-    update={"id": "batch_2", "key": "", "models": [], "state": "validating", "reason": ""}
-)
+NEW = replace(WAITS, id="batch_2", key="", models=[], state="validating", reason="")
 
 
 def test_a_table(daemon: FakeDaemon, cli: Cli) -> None:
@@ -48,7 +47,7 @@ def test_a_table(daemon: FakeDaemon, cli: Cli) -> None:
 def test_json(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.batches = [WAITS]
     found = json.loads(cli("batches", "--json", "--all", "-n", "3").stdout)
-    assert found == [WAITS.model_dump()]
+    assert found == [asdict(WAITS)]
     assert daemon.queries == [{"limit": "3", "ended": "true"}]
 
 

@@ -29,7 +29,16 @@ def file(file_id: str, num_bytes: int = 5, owner: str = "a", at: int = 1) -> Fil
 
 def batch(batch_id: str, owner: str = "a", file_id: str = "f") -> BatchRow:
     metadata = {"key": "\N{GRINNING FACE}" * 20}
-    return BatchRow(batch_id, owner, "/v1/completions", file_id, "1h", 1, 9, metadata=metadata)
+    return BatchRow(
+        batch_id,
+        "/v1/completions",
+        1,
+        9,
+        owner=owner,
+        input_file_id=file_id,
+        completion_window="1h",
+        metadata=metadata,
+    )
 
 
 async def recounted(store: BatchStore, owner: str) -> Account:

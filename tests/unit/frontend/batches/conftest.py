@@ -9,23 +9,21 @@ import pytest
 import pytest_asyncio
 
 from gpupool_state.batches import BatchStore
-from gpupoold.frontend.batches.limits import BatchBounds
+from gpupoold.config.sections import BatchSettings
 from gpupoold.frontend.batches.stored_files import StoredFiles
 
 
 @pytest.fixture
-def bounds(tmp_path: Path) -> BatchBounds:
-    return BatchBounds(
-        tmp_path,
+def bounds() -> BatchSettings:
+    return BatchSettings(
         max_bytes=100_000,
         max_key_bytes=40_000,
         max_file_bytes=10_000,
         max_requests=100,
         max_live=4,
-        keep_s=3600.0,
+        keep=3600.0,
         max_key_files=6,
         max_key_batches=5,
-        runs_batches=True,
     )
 
 

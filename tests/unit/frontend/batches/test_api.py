@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from starlette import formparsers
 
 from gpupool_state.batches import BatchRow, BatchStore, FileRow
+from gpupoold.config.sections import BatchSettings
 from gpupoold.frontend.batches.api import BatchApi
-from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.stored_files import StoredFiles
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.errors import ApiError, send_error
@@ -28,7 +27,7 @@ BOUNDARY = "b0undary"
 class Rig:
     """The routes, asked by callers with the keys ``a`` and ``b``."""
 
-    def __init__(self, store: BatchStore, files: StoredFiles, bounds: BatchBounds) -> None:
+    def __init__(self, store: BatchStore, files: StoredFiles, bounds: BatchSettings) -> None:
         self.store = store
         self.files = files.path("")
         self.api = BatchApi(store, files, bounds, BytesInFlight(10**6))
@@ -81,7 +80,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(store: BatchStore, files: StoredFiles, bounds: BatchBounds) -> Rig:
+def rig(store: BatchStore, files: StoredFiles, bounds: BatchSettings) -> Rig:
     return Rig(store, files, bounds)
 
 
@@ -295,8 +294,17 @@ async def test_lists_as_openai_has_them(rig: Rig, store: BatchStore) -> None:
 async def test_pages_of_batches_are_bounded_in_bytes(rig: Rig, store: BatchStore) -> None:
     metadata = {f"k{number}": "\N{GRINNING FACE}" * 512 for number in range(16)}
     for number in range(12):
-        row = BatchRow(f"b{number:02}", "a", "/v1/completions", "f", "1h", number, 9)
-        await store.add_batch(replace(row, metadata=metadata))
+        row = BatchRow(
+            f"b{number:02}",
+            "/v1/completions",
+            number,
+            9,
+            owner="a",
+            input_file_id="f",
+            completion_window="1h",
+            metadata=metadata,
+        )
+        await store.add_batch(row)
     found: list[str] = []
     answers = 0
     while len(found) < 12:

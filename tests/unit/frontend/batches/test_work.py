@@ -8,14 +8,13 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gpupool_state.batches import BatchRow, BatchStore, FileRow, ResultRow
+from gpupoold.config.sections import BatchSettings
 from gpupoold.frontend.batches.api import batch_object
-from gpupoold.frontend.batches.limits import BatchBounds
 from gpupoold.frontend.batches.service import BatchRunner
 from gpupoold.frontend.batches.stored_files import StoredFiles
 from gpupoold.frontend.batches.work import BatchWorker, JsonAnswer
@@ -34,7 +33,7 @@ class Rig:
     """A batch of ``num_lines`` requests; ``answers`` are the statuses, in order, else 200."""
 
     def __init__(
-        self, store: BatchStore, files: StoredFiles, bounds: BatchBounds, num_lines: int = 10
+        self, store: BatchStore, files: StoredFiles, bounds: BatchSettings, num_lines: int = 10
     ) -> None:
         self.store = store
         self.files = files
@@ -75,7 +74,15 @@ class Rig:
         kept = self.files.save(io.BytesIO("\n".join(lines).encode()))
         now = int(time.time())
         await self.store.add_file(FileRow(kept.id, owner, "batch", "in", kept.num_bytes, now))
-        row = BatchRow(batch_id, owner, CHAT, kept.id, "1h", now, now + int(window_s))
+        row = BatchRow(
+            batch_id,
+            CHAT,
+            now,
+            now + int(window_s),
+            owner=owner,
+            input_file_id=kept.id,
+            completion_window="1h",
+        )
         await self.store.add_batch(row)
         return row
 
@@ -114,7 +121,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(store: BatchStore, files: StoredFiles, bounds: BatchBounds) -> Rig:
+def rig(store: BatchStore, files: StoredFiles, bounds: BatchSettings) -> Rig:
     return Rig(store, files, bounds)
 
 
@@ -338,7 +345,9 @@ async def test_a_batch_without_room_for_results_pauses(
     large = rig.files.save(io.BytesIO(b"x" * 9_000))
     await rig.store.add_file(FileRow(large.id, "k", "batch", "large", 9_000, int(time.time())))
     all_bytes, key_bytes = (50_000, 12_000) if is_of_key else (12_000, 50_000)
-    rig.work._bounds = replace(rig.bounds, max_bytes=all_bytes, max_key_bytes=key_bytes)
+    rig.work._bounds = rig.bounds.model_copy(
+        update={"max_bytes": all_bytes, "max_key_bytes": key_bytes}
+    )
     await rig.begin()
     ending = asyncio.create_task(rig.bring_to_end())
     async with asyncio.timeout(10):

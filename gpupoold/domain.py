@@ -307,25 +307,43 @@ class Switch:
         return self.weight_bytes + self.kv_in_bytes + self.kv_out_bytes
 
 
-@dataclass(slots=True)
-class RequestCounts:
+@dataclass
+class MainCounts:
     """Counts of one model's requests in a span of time.
 
     Requests count at their arrival, outcomes at the end, tokens when sent. ``refused`` requests are
     not part of ``requests``; ``dropped`` requests ended before their first token, which would have
-    been late, and are part of ``failed``. ``first_tokens`` counts requests that got their first
-    token.
+    been late.
     """
 
     requests: int = 0
     completed: int = 0
-    aborted: int = 0
-    failed: int = 0
     refused: int = 0
     dropped: int = 0
     tokens: int = 0
     tokens_in_time: int = 0
+
+
+@dataclass
+class RequestCounts(MainCounts):
+    """Counts with the other outcomes: ``failed`` includes dropped requests.
+
+    ``first_tokens`` counts requests that got their first token.
+    """
+
+    aborted: int = 0
+    failed: int = 0
     first_tokens: int = 0
+
+
+@dataclass
+class Percentiles:
+    """Percentiles of times to the first and between tokens, None without a measurement."""
+
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    tbt_p50_s: float | None = None
+    tbt_p99_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

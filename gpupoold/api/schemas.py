@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from gpupoold.domain import MemoryUse
+from gpupoold.domain import MainCounts, MemoryUse, Percentiles
 from gpupoold.units import checked_pace
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
@@ -173,31 +173,20 @@ class _UsageHead:
     num_waiting: int
 
 
-class ModelUsage(Body, MemoryUse, _UsageHead):  # the body has the fields of _UsageHead first
+class ModelUsage(Body, Percentiles, MainCounts, MemoryUse, _UsageHead):
     """A model's present state and recent past; times are None before the first measurement.
 
     Bytes are sums over devices.
     ``cached_bytes`` counts the snapshots in host memory, each shared by all devices with equally
     many GPUs.
-    ``refused`` requests are not part of ``requests``; ``dropped`` requests ended before their first
-    token, which would have been late. Counts start with the daemon; percentiles cover the last
+    Counts start with the daemon; percentiles cover the last
     hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
     tokens. ``tokens_per_s`` covers the last 10 s. ``drafts`` is None without speculative decoding.
     ``engines`` are on the devices that host the model.
     """
 
     cached_bytes: int
-    requests: int
-    completed: int
-    refused: int
-    dropped: int
-    tokens: int
-    tokens_in_time: int
     attainment: float | None
-    ttft_p50_s: float | None
-    ttft_p99_s: float | None
-    tbt_p50_s: float | None
-    tbt_p99_s: float | None
     attainment_1m: float | None = None
     attainment_1h: float | None = None
     attainment_minutes: list[float | None] = []

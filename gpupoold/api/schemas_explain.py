@@ -11,6 +11,7 @@ from gpupoold.domain import (
     Event,
     Lateness,
     MemoryUse,
+    Percentiles,
     RequestCounts,
     RequestRecord,
     RequestStages,
@@ -27,7 +28,7 @@ class _TimeSpan:
 
 
 @dataclass(kw_only=True)
-class SpanInfo(RequestCounts, _TimeSpan):  # the body has the fields of _TimeSpan first
+class SpanInfo(Percentiles, RequestCounts, _TimeSpan):
     """Counts of requests in a span of time, with the causes of lateness.
 
     ``first_token`` and ``between_tokens`` have the sums of all times to the first token and between
@@ -35,10 +36,6 @@ class SpanInfo(RequestCounts, _TimeSpan):  # the body has the fields of _TimeSpa
     """
 
     attainment: float | None
-    ttft_p50_s: float | None
-    ttft_p99_s: float | None
-    tbt_p50_s: float | None
-    tbt_p99_s: float | None
     lateness: Lateness
     first_token: RequestStages = field(default_factory=RequestStages)
     between_tokens: RequestStages = field(default_factory=RequestStages)

@@ -10,11 +10,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import add, attrgetter, itemgetter
-from typing import NamedTuple, Self
+from typing import Self
 
 from gpupool_state import History, MinuteRow
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.domain import COUNT_NAMES, SWITCH_STAGES, FinishReason, Switch, TimedCounts
+from gpupoold.domain import (
+    COUNT_NAMES,
+    SWITCH_STAGES,
+    FinishReason,
+    Percentiles,
+    Switch,
+    TimedCounts,
+)
 from gpupoold.errors import Failed
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import DraftCounts
@@ -27,15 +34,6 @@ _MISSING_SHARE = 0.01
 
 _logger = logging.getLogger(__name__)
 MINUTE_S = 60
-
-
-class Percentiles(NamedTuple):
-    """Percentiles in seconds, None without a measurement."""
-
-    ttft_p50_s: float | None
-    ttft_p99_s: float | None
-    tbt_p50_s: float | None
-    tbt_p99_s: float | None
 
 
 @dataclass(slots=True)
@@ -106,7 +104,7 @@ class ModelStats:
             None  # of _minutes, cached after the first use
         )
         # Percentiles of the last hour, and the number of tokens up to which the values are valid.
-        self._percentiles = Percentiles(None, None, None, None)
+        self._percentiles = Percentiles()
         self._percentiles_hold_to = 0.0
         # (monotonic seconds, tokens, tokens in time) since the start, one item per second.
         self._seconds: deque[tuple[float, int, int]] = deque(maxlen=_NUM_SECONDS + 1)

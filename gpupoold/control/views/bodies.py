@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel
 
-from gpupoold.api.schemas import DeviceInfo, FrontendInfo, GpuInfo, LoadingInfo, ModelUsage
+from gpupoold.api.schemas import DeviceInfo, FrontendInfo, GpuInfo, LoadingInfo
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.fleet.hosts import Engines
@@ -19,11 +20,9 @@ from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import COUNT_NAMES, MemoryUse
+from gpupoold.domain import MainCounts, MemoryUse
 from gpupoold.system.nvml import NO_READING
 from gpupoold.wire.messages import DraftCounts, ModelMemory, WorkerStatus
-
-_USAGE_COUNTS = [name for name in COUNT_NAMES if name in ModelUsage.model_fields]
 
 Memories = Mapping[str, Sequence[tuple[int, ModelMemory]]]
 Values = dict[str, Any]
@@ -192,9 +191,9 @@ def usage(
         "num_waiting": dispatcher.live.num_waiting(name) + sum(one.num_waiting for one in held),
         **vars(MemoryUse.total(held)),
         "cached_bytes": cache.num_bytes(name),
-        **{name: getattr(so_far, name) for name in _USAGE_COUNTS},
+        **{one.name: getattr(so_far, one.name) for one in fields(MainCounts)},
         "attainment": so_far.attainment,
-        **hour._asdict(),
+        **vars(hour),
         "attainment_1m": stats.attainment_1m(now_s),
         "attainment_1h": stats.hour_attainment(),
         "attainment_minutes": stats.attainment_minutes() if has_minutes else [],

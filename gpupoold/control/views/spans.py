@@ -33,7 +33,7 @@ def _values(at: float, length_s: float, counts: Counts) -> dict[str, Any]:
         "first_token": counts.first_token,
         "between_tokens": counts.between_tokens,
         **counts.counts(),
-        **counts.percentiles()._asdict(),
+        **vars(counts.percentiles()),
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpupoold.control.accounting.model_stats import NUM_MINUTES, Counts, ModelStats, SwitchStats
-from gpupoold.domain import FinishReason
+from gpupoold.domain import FinishReason, Percentiles
 from tests.unit.control.live import live_request
 from tests.unit.wire.samples import SWITCH
 
@@ -58,7 +58,7 @@ def test_a_pooling_result_counts_as_a_token_without_an_id() -> None:
 
 def test_percentiles_of_the_hour_are_counted_anew_when_a_hundredth_more_has_come() -> None:
     model, live = ModelStats(), live_request()
-    assert model.hour_percentiles() == (None, None, None, None)
+    assert model.hour_percentiles() == Percentiles()
     assert model.hour_attainment() is None
     for number in range(1, 201):
         model.add_tokens(live, [1], 0.5 * number)

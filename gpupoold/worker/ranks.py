@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -136,17 +137,26 @@ class GroupChannel(BlockingChannel[m.ToWorker]):
 
 
 def of_group(message: Any, num_ranks: int) -> Any:
-    """Return a message with its bytes, and those of the messages inside, times ``num_ranks``."""
+    """Return a message with its bytes, and those of the records inside, times ``num_ranks``."""
     changes: dict[str, Any] = {}
-    for name in message.__struct_fields__:
+    for name in _names(message):
         value = getattr(message, name)
         if name.endswith(_ENDINGS):
             changes[name] = _times(value, num_ranks)
-        elif isinstance(value, msgspec.Struct):
+        elif _names(value):
             changes[name] = of_group(value, num_ranks)
-        elif isinstance(value, list) and value and isinstance(value[0], msgspec.Struct):
+        elif isinstance(value, list) and value and _names(value[0]):
             changes[name] = [of_group(one, num_ranks) for one in value]
-    return msgspec.structs.replace(message, **changes)
+    if isinstance(message, msgspec.Struct):
+        return msgspec.structs.replace(message, **changes)
+    return dataclasses.replace(message, **changes)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a struct or dataclass, none for other values."""
+    if dataclasses.is_dataclass(value):
+        return tuple(one.name for one in dataclasses.fields(value))
+    return getattr(value, "__struct_fields__", ())
 
 
 def _times(value: Any, num_ranks: int) -> Any:

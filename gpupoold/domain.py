@@ -468,6 +468,41 @@ class UseCounts:
         self.energy_j += other.energy_j
 
 
+@dataclass
+class DeviceFacts:
+    """A device's memory for weights and KV, and measured rates; 0 before they are known.
+
+    ``bandwidth_bytes_per_s`` is the rate of a switch including mapping; ``link_in_`` and
+    ``link_out_bytes_per_s`` are rates of plain copies. ``kv_host_limit_bytes`` is the size of the
+    host's KV cache, None for no limit.
+    """
+
+    device_bytes: int = 0
+    page_bytes: int = 0
+    bandwidth_bytes_per_s: float = 0.0
+    link_in_bytes_per_s: float = 0.0
+    link_out_bytes_per_s: float = 0.0
+    kv_host_limit_bytes: int | None = None
+
+
+@dataclass
+class DeviceActivity:
+    """The present model of a device, its steps and its memory.
+
+    ``prefetched_bytes`` of the weights belong to a coming turn. ``kv_host_bytes`` is host memory
+    with KV, without the ``prefix_bytes`` with KV of ended requests. ``num_recomputed`` counts KV
+    dropped because host memory was full.
+    """
+
+    on_turn: str | None = None
+    num_steps: int = 0
+    free_bytes: int = 0
+    kv_host_bytes: int = 0
+    prefix_bytes: int = 0
+    num_recomputed: int = 0
+    prefetched_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
     """Work of a device during ``seconds``: of steps, and of switches.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from gpupoold.domain import MainCounts, MemoryUse, Percentiles
+from gpupoold.domain import DeviceActivity, DeviceFacts, MainCounts, MemoryUse, Percentiles
 from gpupoold.units import checked_pace
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
@@ -61,19 +61,16 @@ class GpuInfo(Body):
     used_bytes: int | None = None
 
 
-class DeviceInfo(Body):
+class DeviceInfo(Body, DeviceActivity, DeviceFacts):
     """A device and its worker.
 
-    ``bandwidth_bytes_per_s`` is the rate of a switch including mapping; ``link_in_`` and
-    ``link_out_bytes_per_s`` are rates of plain copies. ``num_waiting_for_kv`` requests wait for
-    free KV memory; ``num_recomputed`` counts KV dropped because host memory was full. ``quota_s``
-    None means an unlimited turn. ``utilisation`` (0 to 1), temperature and power come from NVML,
-    None if unknown.
+    ``num_waiting_for_kv`` requests wait for free KV memory. ``quota_s`` None means an unlimited
+    turn. ``utilisation`` (0 to 1), temperature and power come from NVML, None if unknown.
 
-    Memory consists of weights, KV and free bytes, except while a model loads. ``prefetched_bytes``
-    of the weights belong to a coming turn. ``quota_used_s`` is the run time of the present turn, 0
-    while its model is brought in; ``quota_left_s`` is the remaining time, 0 if the turn is extended
-    because no other model waits, None if ``quota_s`` is None. Both are at most 0.25 s old.
+    Memory consists of weights, KV and free bytes, except while a model loads. ``quota_used_s`` is
+    the run time of the present turn, 0 while its model is brought in; ``quota_left_s`` is the
+    remaining time, 0 if the turn is extended because no other model waits, None if ``quota_s`` is
+    None. Both are at most 0.25 s old.
 
     ``gpus`` has the GPUs of a group, empty for a single GPU. A group's bytes and power are sums
     over the GPUs, the utilisation is the mean, the temperature the highest.
@@ -86,27 +83,14 @@ class DeviceInfo(Body):
     kind: str
     pid: int | None
     state: str
-    device_bytes: int
-    free_bytes: int
-    page_bytes: int
-    bandwidth_bytes_per_s: float
-    link_in_bytes_per_s: float
-    link_out_bytes_per_s: float
-    on_turn: str | None
     quota_s: float | None
-    kv_host_bytes: int
-    kv_host_limit_bytes: int | None
-    prefix_bytes: int = 0
     num_waiting_for_kv: int
-    num_recomputed: int
-    num_steps: int
     role: str = "mixed"
     is_role_fixed: bool = False
     is_draining: bool = False
     num_requests: int = 0
     weights_bytes: int = 0
     kv_bytes: int = 0
-    prefetched_bytes: int = 0
     quota_used_s: float = 0.0
     quota_left_s: float | None = None
     utilisation: float | None = None

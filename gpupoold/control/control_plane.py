@@ -377,6 +377,6 @@ def _sample_of(worker: Worker, switching_s: float) -> DeviceSample:
         worker.device.num_gpus,
         switching_s,
         worker.reading.energy_j,
-        status.kv_host_bytes + status.prefix_bytes if status else 0,
+        status.activity.kv_host_bytes + status.activity.prefix_bytes if status else 0,
         status.kv_host_slab_bytes if status else 0,
     )

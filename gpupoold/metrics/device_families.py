@@ -90,13 +90,13 @@ def _device(scrape: Scrape) -> Iterator[Family]:
     yield counter_of(
         "device_steps",
         "Steps of engines; from 0 again when the worker is started again.",
-        _reported(lambda now: now.num_steps),
+        _reported(lambda now: now.activity.num_steps),
     )
     yield counter_of(
         "device_kv_recomputed",
         "Times a model's KV was dropped for want of host memory and had to be computed anew; "
         "from 0 again when the worker is started again.",
-        _reported(lambda now: now.num_recomputed),
+        _reported(lambda now: now.activity.num_recomputed),
     )
 
 
@@ -153,7 +153,7 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
     yield gauge_of(
         "device_memory_limit_bytes",
         "The device's memory for weights and KV.",
-        _known(lambda ready: ready.device_bytes),
+        _known(lambda ready: ready.facts.device_bytes),
     )
     yield gauge(
         "device_memory_bytes",
@@ -168,17 +168,17 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
     yield gauge_of(
         "device_page_bytes",
         "Bytes of a page of the device's memory.",
-        _known(lambda ready: ready.page_bytes),
+        _known(lambda ready: ready.facts.page_bytes),
     )
     yield gauge_of(
         "device_kv_host_bytes",
         "Host memory used by the device's worker for offloaded KV.",
-        _reported(lambda now: now.kv_host_bytes),
+        _reported(lambda now: now.activity.kv_host_bytes),
     )
     yield gauge_of(
         "device_prefix_bytes",
         "Host memory of the same cache with KV of ended requests, which gives way to offloaded KV.",
-        _reported(lambda now: now.prefix_bytes),
+        _reported(lambda now: now.activity.prefix_bytes),
     )
     yield gauge_of(
         "device_kv_host_slab_bytes",
@@ -189,7 +189,7 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
     yield gauge_of(
         "device_kv_host_limit_bytes",
         "Limit of host memory for offloaded KV; absent without a limit.",
-        _known(lambda ready: ready.kv_host_bytes),
+        _known(lambda ready: ready.facts.kv_host_limit_bytes),
     )
 
 
@@ -286,7 +286,7 @@ def _memory_split(worker: Worker) -> list[tuple[str, int]]:
         return []
     held = memories(worker)
     return [
-        ("free", worker.status.free_bytes),
+        ("free", worker.status.activity.free_bytes),
         ("weights", sum(one.weights_resident_bytes for one in held)),
         ("kv", sum(one.kv_resident_bytes for one in held)),
     ]

@@ -132,7 +132,7 @@ def _kv_share(scrape: Scrape) -> float | None:
         held = memories(worker)
         kv_bytes += sum(one.kv_resident_bytes for one in held)
         largest_bytes = max((one.weights_resident_bytes for one in held), default=0)
-        limit_bytes += worker.ready.device_bytes - largest_bytes
+        limit_bytes += worker.ready.facts.device_bytes - largest_bytes
     return min(1.0, kv_bytes / limit_bytes) if limit_bytes > 0 else None
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import socket
 
 from gpupoold import __version__
+from gpupoold.domain import DeviceFacts
 from gpupoold.latency.hardware import hardware
 from gpupoold.sim.boxes import Box
 from gpupoold.simdevice.server import PAGE_BYTES, SimServer
@@ -43,14 +43,14 @@ def _serve(arguments: argparse.Namespace, channel: BlockingChannel[ToWorker]) ->
     server = SimServer(arguments.device, gpu.name, device_bytes, channel, num_gpus, host_bytes)
     channel.send(
         WorkerReady(
-            arguments.device,
-            os.getpid(),
-            device_bytes,
-            PAGE_BYTES,
-            num_gpus * gpu.pcie_bandwidth_bytes_per_s,
+            DeviceFacts(
+                device_bytes,
+                PAGE_BYTES,
+                num_gpus * gpu.pcie_bandwidth_bytes_per_s,
+                kv_host_limit_bytes=host_bytes,
+            ),
             f"sim {__version__}",
             f"sim:{gpu.name}" if num_gpus == 1 else f"sim:{num_gpus}x{gpu.name}",
-            host_bytes,
         )
     )
     server.run()

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpupoold.domain import Targets
+from gpupoold.domain import DeviceActivity, Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.sim.live import SimLive
 from gpupoold.sim.workloads import SimRequest
@@ -200,18 +200,20 @@ class SimServer:
         self._status_at_s = now_s + _STATUS_INTERVAL_S
         sim, turn = self._device.sim, self._device.sim.turn
         models = [self._memory_of(name) for name in self._known]
+        activity = DeviceActivity(
+            on_turn=turn.model if turn else None,
+            num_steps=sim.tally.steps,
+            free_bytes=max(0, sim.memory.free_bytes),
+            kv_host_bytes=sum(memory.kv_host_bytes for memory in models),
+            prefetched_bytes=sim.memory.prefetched_bytes,
+        )
         self.channel.send(
             m.WorkerStatus(
-                device=self.device_number,
                 at_s=now_s,
-                on_turn=turn.model if turn else None,
+                activity=activity,
                 quota_s=turn.quota_s if turn else 0.0,
-                num_steps=sim.tally.steps,
-                free_bytes=max(0, sim.memory.free_bytes),
-                kv_host_bytes=sum(memory.kv_host_bytes for memory in models),
                 models=models,
                 turn_began_s=sim.turn_began_s,
-                prefetched_bytes=sim.memory.prefetched_bytes,
             )
         )
 

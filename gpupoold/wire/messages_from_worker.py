@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpupoold.domain import DeviceActivity, DeviceFacts
 from gpupoold.latency.stored import Profile
 from gpupoold.wire.base import Message
 from gpupoold.wire.records import (
@@ -20,21 +21,12 @@ class WorkerReady(Message):
     """The worker owns its device and can load models.
 
     With ``shares_kv_host`` the message carries the memfd of the KV host cache.
-    ``bandwidth_bytes_per_s`` is the rate of switches including mapping; the link's rates are rates
-    of plain copies. ``kv_host_bytes`` is the size of the KV host cache, None for no limit.
     ``reserve_free_bytes`` is the device's free memory outside the pages, None if unknown.
     """
 
-    device: int
-    pid: int
-    device_bytes: int
-    page_bytes: int
-    bandwidth_bytes_per_s: float
+    facts: DeviceFacts
     engine_version: str
     device_name: str = ""
-    kv_host_bytes: int | None = None
-    link_in_bytes_per_s: float = 0.0
-    link_out_bytes_per_s: float = 0.0
     shares_kv_host: bool = False
     reserve_free_bytes: int | None = None
 
@@ -183,23 +175,14 @@ class WorkerStatus(Message):
     """The worker's status several times a second, which shows that the worker is alive.
 
     ``turn_began_s`` is the time when the present model could run, None while the model is loaded.
-    ``prefetched_bytes`` counts weights loaded for a coming turn. ``loading`` is the present load of
-    a model, if there is one. ``prefix_bytes`` is host memory with KV of ended requests, which is
-    not part of ``kv_host_bytes``. ``kv_host_slab_bytes`` is host memory in slabs for blocks of some
-    size, in use or not.
+    ``loading`` is the present load of a model, if there is one. ``kv_host_slab_bytes`` is host
+    memory in slabs for blocks of some size, in use or not.
     """
 
-    device: int
     at_s: float
-    on_turn: str | None
+    activity: DeviceActivity
     quota_s: float
-    num_steps: int
-    free_bytes: int
-    kv_host_bytes: int
     models: list[ModelMemory]
-    num_recomputed: int = 0
     turn_began_s: float | None = None
-    prefetched_bytes: int = 0
     loading: LoadProgress | None = None
-    prefix_bytes: int = 0
     kv_host_slab_bytes: int = 0

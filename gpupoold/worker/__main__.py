@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 from typing import NoReturn
 
+from gpupoold.domain import DeviceFacts
 from gpupoold.engine_versions import check_engine_version
 from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Device, OutOfPages
@@ -176,16 +177,16 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
     loop = TurnLoop(own, channel, answer, arguments.self_check_interval)
     channel.send(
         WorkerReady(
-            arguments.device,
-            os.getpid(),
-            device.num_pages * device.page_bytes,
-            device.page_bytes,
-            bandwidth,
+            DeviceFacts(
+                device.num_pages * device.page_bytes,
+                device.page_bytes,
+                bandwidth,
+                link.in_bytes_per_s,
+                link.out_bytes_per_s,
+                host.budget_bytes,
+            ),
             version,
             device_name(arguments.device_kind, rank.num_ranks),
-            host.budget_bytes,
-            link.in_bytes_per_s,
-            link.out_bytes_per_s,
             shares_kv_host=bool(host.budget_bytes),
             reserve_free_bytes=device.free_bytes(),
         ),

@@ -88,8 +88,8 @@ def test_later_turns_find_the_kv_of_earlier_ones(peer: WorkerPeer) -> None:
         assert hit_bytes > 0, name
         assert after[name].prefix_saved_bytes > 0
     assert peer.status is not None
-    assert 0 < peer.status.prefix_bytes <= peer.status.kv_host_slab_bytes
-    assert peer.status.kv_host_bytes == 0
+    assert 0 < peer.status.activity.prefix_bytes <= peer.status.kv_host_slab_bytes
+    assert peer.status.activity.kv_host_bytes == 0
     peer.call("check_integrity")
 
 

@@ -140,7 +140,7 @@ def test_kv_goes_and_comes_while_others_run(box: Box) -> None:
     if not IS_GPU:
         assert moved_bytes[1] > 0
     assert box.peer.status is not None
-    assert box.peer.status.num_recomputed == 0
+    assert box.peer.status.activity.num_recomputed == 0
     integrity(box.peer)
 
 

@@ -12,7 +12,7 @@ from gpupool_state import History
 from gpupoold.config.sections import DeviceSettings, LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import Targets
+from gpupoold.domain import DeviceFacts, Targets
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
@@ -39,7 +39,7 @@ class Device(Worker):
 
     def __init__(self, number: int) -> None:
         super().__init__(number, DeviceSettings(kind="emulated"))
-        self.ready = m.WorkerReady(number, 1, 1 << 40, 4096, 1e9, "0.32.0")
+        self.ready = m.WorkerReady(DeviceFacts(1 << 40, 4096, 1e9), "0.32.0")
         self.has: dict[str, m.AddRequest] = {}
         self.turn: m.RunTurn | None = None
 

@@ -13,7 +13,7 @@ from gpupoold.config.sections import DeviceSettings, LimitSettings
 from gpupoold.control.processes.crash_attribution import Candidates
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import Targets
+from gpupoold.domain import DeviceFacts, Targets
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
@@ -97,7 +97,7 @@ class ControlPlane:
         self.up.add(number)
         worker = self.workers[number]
         worker.ready = m.WorkerReady(
-            number, 1, WEIGHT_BYTES + 4000, 4096, 1e9, "0.32.0", kv_host_bytes=0
+            DeviceFacts(WEIGHT_BYTES + 4000, 4096, 1e9, kv_host_limit_bytes=0), "0.32.0"
         )
         self.dispatcher.worker_up(worker)
         for name in MODELS:

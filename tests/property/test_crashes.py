@@ -14,7 +14,7 @@ from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.processes.crash_attribution import Death, candidates_of
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import Targets
+from gpupoold.domain import DeviceFacts, Targets
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.system.activity import Activity, ThreadPhase, digest
@@ -101,7 +101,7 @@ class Box:
     def come_up(self, number: int) -> None:
         worker = self.workers[number]
         room = 2 * WEIGHT_BYTES + 4_000_000
-        worker.ready = m.WorkerReady(number, 1, room, 4096, 1e9, "0.32.0")
+        worker.ready = m.WorkerReady(DeviceFacts(room, 4096, 1e9), "0.32.0")
         self.dispatcher.worker_up(worker)
         for name in MODELS:
             self.dispatcher.host(Targets(), loaded(name), None, worker)

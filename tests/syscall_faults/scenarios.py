@@ -27,6 +27,7 @@ from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.weights.snapshot_files import SnapshotFiles
+from gpupoold.domain import DeviceFacts
 from gpupoold.errors import ConfigError, Failed, Refused
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
@@ -42,7 +43,7 @@ from tests.syscall_faults.state_scenarios import StateChanged
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import run_hub
 
-READY = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+READY = WorkerReady(DeviceFacts(1 << 30, 4096, 1e9), "0.32.0", "emulated")
 SIZE = 300_000
 
 

@@ -64,7 +64,7 @@ class EngineRoom(ModelPart):
         large = [
             device
             for device in devices
-            if (ready := workers[device.number].ready) and ready.device_bytes > weight_bytes
+            if (ready := workers[device.number].ready) and ready.facts.device_bytes > weight_bytes
         ]
         return large or devices
 

@@ -159,7 +159,7 @@ class Intake:
         """
         lacking = self._divisions.lacking(spec)
         workers = [one for one in self._supervisor.workers if one.number not in lacking]
-        sizes = [one.ready.device_bytes for one in workers if one.is_ready and one.ready]
+        sizes = [one.ready.facts.device_bytes for one in workers if one.is_ready and one.ready]
         if not sizes:
             raise Unavailable(
                 f"no device in service can divide {spec.name} among its GPUs", "see `gpupool ps`"

@@ -44,7 +44,7 @@ def profile_rows(
         revision=revision,
         dtype=loaded.dtype,
         law=SwitchModel.__name__,
-        constants=(ready.bandwidth_bytes_per_s,),
+        constants=(ready.facts.bandwidth_bytes_per_s,),
         hidden_size=0,
         intermediate_size=0,
         r_squared=None,

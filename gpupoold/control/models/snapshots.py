@@ -296,7 +296,7 @@ class ModelSnapshots(ModelPart):
 
 def _whole_pages(num_bytes: int, worker: Worker) -> int:
     """Return the host memory of a snapshot of ``num_bytes``, in whole pages."""
-    page_bytes = worker.ready.page_bytes if worker.ready is not None else 1
+    page_bytes = worker.ready.facts.page_bytes if worker.ready is not None else 1
     return -(-num_bytes // page_bytes) * page_bytes
 
 

@@ -75,9 +75,9 @@ def device_up(number: int, ready: m.WorkerReady, role: Role, *, is_fixed: bool) 
     """Return the event of a new worker in this role."""
     return e.DeviceUp(
         number,
-        ready.device_bytes,
-        ready.bandwidth_bytes_per_s,
-        kv_host_bytes=ready.kv_host_bytes,
+        ready.facts.device_bytes,
+        ready.facts.bandwidth_bytes_per_s,
+        kv_host_bytes=ready.facts.kv_host_limit_bytes,
         role=role,
         is_role_fixed=is_fixed,
         kind=ready.device_name,

@@ -81,8 +81,8 @@ class KvPeers:
         if not self.have_equal_parts(source, target):
             return
         ready = worker.ready
-        if worker.kv_host_fd is not None and ready is not None and ready.kv_host_bytes:
-            to.send(m.PeerHost(source, ready.kv_host_bytes), (worker.kv_host_fd,))
+        if worker.kv_host_fd is not None and ready is not None and ready.facts.kv_host_limit_bytes:
+            to.send(m.PeerHost(source, ready.facts.kv_host_limit_bytes), (worker.kv_host_fd,))
             self._introduced.add((source, target))
 
     def _send(self, number: int, message: m.Message) -> None:

@@ -20,7 +20,7 @@ from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import MainCounts, MemoryUse
+from gpupoold.domain import DeviceActivity, DeviceFacts, MainCounts, MemoryUse
 from gpupoold.system.nvml import NO_READING
 from gpupoold.wire.messages import DraftCounts, ModelMemory, WorkerStatus
 
@@ -79,6 +79,8 @@ def _device(
     ready, status, number = worker.ready, worker.status, worker.number
     role, is_role_fixed = dispatcher.roles.of(number)
     quota_s, used_s = _quota(status)
+    facts = ready.facts if ready else DeviceFacts()
+    activity = status.activity if status else DeviceActivity(free_bytes=_free_of_parked(worker))
     held = status.models if status else []
     engines = fleet.hosts.engines_on(number).values()
     return DeviceInfo(
@@ -86,27 +88,16 @@ def _device(
         kind=worker.device.kind,
         pid=worker.pid,
         state=worker.state,
-        device_bytes=ready.device_bytes if ready else 0,
-        free_bytes=status.free_bytes if status else _free_of_parked(worker),
-        page_bytes=ready.page_bytes if ready else 0,
-        bandwidth_bytes_per_s=ready.bandwidth_bytes_per_s if ready else 0.0,
-        link_in_bytes_per_s=ready.link_in_bytes_per_s if ready else 0.0,
-        link_out_bytes_per_s=ready.link_out_bytes_per_s if ready else 0.0,
-        on_turn=status.on_turn if status else None,
+        **vars(facts),
+        **vars(activity),
         quota_s=quota_s,
-        kv_host_bytes=status.kv_host_bytes if status else 0,
-        kv_host_limit_bytes=ready.kv_host_bytes if ready else None,
-        prefix_bytes=status.prefix_bytes if status else 0,
         num_waiting_for_kv=dispatcher.state.num_waiting_for_kv(worker.number),
-        num_recomputed=status.num_recomputed if status else 0,
-        num_steps=status.num_steps if status else 0,
         role=role.value,
         is_role_fixed=is_role_fixed,
         is_draining=fleet.is_device_draining(number),
         num_requests=num_requests,
         weights_bytes=sum(one.weights_resident_bytes for one in held),
         kv_bytes=sum(one.kv_resident_bytes for one in held),
-        prefetched_bytes=status.prefetched_bytes if status else 0,
         quota_used_s=used_s,
         quota_left_s=None if quota_s is None else max(0.0, quota_s - used_s),
         utilisation=worker.reading.utilisation,
@@ -122,7 +113,7 @@ def _device(
 
 def _free_of_parked(worker: Worker) -> int:
     """Return all memory of a parked device, 0 for a worker that is down."""
-    return worker.ready.device_bytes if worker.ready and worker.state == "parked" else 0
+    return worker.ready.facts.device_bytes if worker.ready and worker.state == "parked" else 0
 
 
 def _gpus(worker: Worker) -> list[GpuInfo]:
@@ -135,8 +126,8 @@ def _gpus(worker: Worker) -> list[GpuInfo]:
     return [
         GpuInfo(
             gpu=gpu,
-            memory_bytes=ready.device_bytes // count if ready else 0,
-            free_bytes=status.free_bytes // count if status else 0,
+            memory_bytes=ready.facts.device_bytes // count if ready else 0,
+            free_bytes=status.activity.free_bytes // count if status else 0,
             utilisation=reading.utilisation,
             temperature_c=reading.temperature_c,
             power_w=reading.power_w,
@@ -162,7 +153,7 @@ def loading(worker: Worker) -> LoadingInfo | None:
 
 def _quota(status: WorkerStatus | None) -> tuple[float | None, float]:
     """Return the quota and the elapsed time of a turn; the quota is None without an end."""
-    if status is None or status.on_turn is None:
+    if status is None or status.activity.on_turn is None:
         return 0.0, 0.0
     began_s = status.turn_began_s
     used_s = 0.0 if began_s is None else max(0.0, status.at_s - began_s)

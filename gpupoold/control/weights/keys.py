@@ -82,7 +82,7 @@ class SnapshotKeys:
         of = SnapshotId(model.name, degree)
         try:
             key = await asyncio.to_thread(
-                snapshot_key, model, ready.engine_version, ready.device_name, ready.page_bytes
+                snapshot_key, model, ready.engine_version, ready.device_name, ready.facts.page_bytes
             )
         except GpupoolError as error:
             _logger.warning("%s", error)

@@ -163,13 +163,13 @@ class WorkerProcess(Supervised[m.FromWorker]):
             case m.CallResult():
                 worker.calls.answered(message, message.result)
             case m.WorkerStatus():
-                worker.status = message
+                worker.status, activity = message, message.activity
                 has_work = any(
-                    one.num_live for one in message.models if one.model == message.on_turn
+                    one.num_live for one in message.models if one.model == activity.on_turn
                 )
                 loading = message.loading
                 is_held = loading is not None and loading.holds_turns
-                watch.stepped(now_s, message.num_steps, has_work=has_work and not is_held)
+                watch.stepped(now_s, activity.num_steps, has_work=has_work and not is_held)
                 if loading is None:
                     watch.loads("", 0.0)
                 else:

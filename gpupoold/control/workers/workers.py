@@ -147,7 +147,7 @@ class WorkerSupervisor:
             if len(errors) == len(waits):
                 raise errors[0]
         ready = [worker.ready for worker in self.workers if worker.is_ready]
-        return [one.device_bytes for one in ready if one is not None]
+        return [one.facts.device_bytes for one in ready if one is not None]
 
     async def load(
         self,

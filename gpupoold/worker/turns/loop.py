@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from gpupoold.domain import Targets
+from gpupoold.domain import DeviceActivity, Targets
 from gpupoold.errors import NoSuchModel
 from gpupoold.memory.contracts import OutOfPages
 from gpupoold.memory.host import Slot
@@ -450,19 +450,20 @@ class TurnLoop:
             self.own.prefixes.poll()
             turn, host = self.orders.turn, self.own.host
             report = m.WorkerStatus(
-                device=self.own.number,
                 at_s=now_s,
-                on_turn=turn.model if turn else None,
+                activity=DeviceActivity(
+                    turn.model if turn else None,
+                    self.steps.num_begun,
+                    self.own.pool.num_free * self.own.device.page_bytes,
+                    kv_host_bytes=host.used_bytes - host.prefix_bytes,
+                    prefix_bytes=host.prefix_bytes,
+                    num_recomputed=self.residency.eviction.num_recomputed,
+                    prefetched_bytes=self.residency.prefetched_bytes,
+                ),
                 quota_s=turn.quota_s if turn else 0.0,
-                num_steps=self.steps.num_begun,
-                free_bytes=self.own.pool.num_free * self.own.device.page_bytes,
-                kv_host_bytes=host.used_bytes - host.prefix_bytes,
-                prefix_bytes=host.prefix_bytes,
                 kv_host_slab_bytes=host.slabs.reserved_bytes,
                 models=[self._memory_of(engine) for engine in self.engines.values()],
-                num_recomputed=self.residency.eviction.num_recomputed,
                 turn_began_s=self.orders.began_s,
-                prefetched_bytes=self.residency.prefetched_bytes,
                 loading=self.loads.progress(is_waited_for=self._waits_for_load),
             )
             self._channel.send(report)

@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 from gpupoold.config.sections import DeviceSettings
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.control_plane import ControlPlane
-from gpupoold.domain import ModelName, ModelSpec, Targets
+from gpupoold.domain import DeviceActivity, DeviceFacts, ModelName, ModelSpec, Targets
 from gpupoold.errors import Failed
 from gpupoold.metrics.exposition import Exporter
 from gpupoold.system.nvml import Reading, of_group
@@ -105,7 +105,9 @@ async def test_what_devices_tell(control_plane: ControlPlane) -> None:
     await add(control_plane)
     worker = control_plane.supervisor.workers[1]
     worker.reading = Reading(0.5, 61.0, None)
-    worker.ready = m.WorkerReady(1, 7, 1000, 10, 1e9, "0.32.0", "H100", kv_host_bytes=500)
+    worker.ready = m.WorkerReady(
+        DeviceFacts(1000, 10, 1e9, kv_host_limit_bytes=500), "0.32.0", "H100"
+    )
     held = m.ModelMemory(
         model=MODEL,
         weights_resident_bytes=300,
@@ -116,7 +118,7 @@ async def test_what_devices_tell(control_plane: ControlPlane) -> None:
         num_waiting=2,
         encoder_bytes=50,
     )
-    worker.status = m.WorkerStatus(1, 0.0, MODEL, 0.5, 42, 500, 100, [held])
+    worker.status = m.WorkerStatus(0.0, DeviceActivity(MODEL, 42, 500, 100), 0.5, [held])
     found = await samples(exporter_of(control_plane))
     assert values(found, "device_utilisation_ratio") == {"1": 0.5}
     assert values(found, "device_temperature_celsius") == {"1": 61}
@@ -142,9 +144,9 @@ async def test_what_devices_tell(control_plane: ControlPlane) -> None:
 async def test_what_the_gpus_of_a_group_tell(control_plane: ControlPlane) -> None:
     worker = control_plane.supervisor.workers[1]
     worker.device = DeviceSettings.model_validate({"kind": "cuda", "gpus": (4, 5)})
-    worker.ready = m.WorkerReady(1, 7, 1000, 10, 1e9, "0.32.0", "2xH100")
+    worker.ready = m.WorkerReady(DeviceFacts(1000, 10, 1e9), "0.32.0", "2xH100")
     worker.reading = of_group([Reading(0.5, 61.0, 100.0, 40, 4), Reading(0.7, None, 90.0, 42, 5)])
-    worker.status = m.WorkerStatus(1, 0.0, None, 0.5, 42, 500, 0, [])
+    worker.status = m.WorkerStatus(0.0, DeviceActivity(None, 42, 500, 0), 0.5, [])
     found = await samples(exporter_of(control_plane))
     assert values(found, "device_gpus") == {"0": 1, "1": 2}
     assert values(found, "device_utilisation_ratio") == {"1": pytest.approx(0.6)}

@@ -89,10 +89,10 @@ def peer(project_env: dict[str, str]) -> Iterator[Peer]:
 
 def test_it_introduces_itself_and_is_light(peer: Peer, checkpoint: Path) -> None:
     ready = peer.wait(m.WorkerReady)
-    assert (ready.device, ready.device_name) == (3, "sim:H800")
-    assert ready.device_bytes == Box(1, "H800").device_bytes
-    assert ready.bandwidth_bytes_per_s > 1e9
-    assert ready.kv_host_bytes is None
+    assert ready.device_name == "sim:H800"
+    assert ready.facts.device_bytes == Box(1, "H800").device_bytes
+    assert ready.facts.bandwidth_bytes_per_s > 1e9
+    assert ready.facts.kv_host_limit_bytes is None
     assert ready.engine_version.startswith("sim ")
     peer.load("m", checkpoint)
     assert psutil.Process(peer.process.pid).memory_info().rss < 60e6
@@ -137,7 +137,7 @@ def test_status_tells_what_it_holds(peer: Peer, checkpoint: Path) -> None:
     peer.wait(m.StepOutputs)
     peer.wait(m.WorkerStatus)
     status = peer.wait(m.WorkerStatus)
-    assert (status.on_turn, status.quota_s) == ("m", 4.0)
+    assert (status.activity.on_turn, status.quota_s) == ("m", 4.0)
     [row] = status.models
     assert row.weights_resident_bytes == row.weights_total_bytes == loaded.weight_bytes
     assert row.kv_resident_bytes > 0

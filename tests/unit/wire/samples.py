@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupoold.domain import Priority
+from gpupoold.domain import DeviceActivity, DeviceFacts, Priority
 from gpupoold.wire import messages as m
 
 MODEL = m.ModelToLoad(
@@ -108,8 +108,10 @@ MESSAGES: list[m.Message] = [
     m.SurveyAdapter("/adapters/sql", "/models/llama", False),
     m.FindParsers("/models/llama", {}),
     m.Inspected("refused", "it cannot be served", "use another model"),
-    m.WorkerReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0"),
-    m.WorkerReady(1, 4242, 1 << 36, 2 << 20, 2.5e10, "0.32.0", "NVIDIA A10", 2 << 30),
+    m.WorkerReady(DeviceFacts(1 << 36, 2 << 20, 2.5e10), "0.32.0"),
+    m.WorkerReady(
+        DeviceFacts(1 << 36, 2 << 20, 2.5e10, kv_host_limit_bytes=2 << 30), "0.32.0", "NVIDIA A10"
+    ),
     m.ModelLoaded(LOADED, "digest", True),
     m.ModelFailed("llama", "refused", "too large", "a larger device"),
     m.ModelUnloaded("llama"),
@@ -127,7 +129,9 @@ MESSAGES: list[m.Message] = [
     m.TurnReport(7, "llama", 5.5, 6.25, {"llama": 0, "qwen": 15_000_000_000}),
     m.TurnReport(8, "llama", None, 6.25, {}),
     m.WrongAnswer("qwen-7b", (1, 2), (3, 4)),
-    m.WorkerStatus(1, 6.5, "llama", 0.25, 99, 1 << 30, 0, [MEMORY, MEMORY], 2, 6.25, 1 << 20),
+    m.WorkerStatus(
+        6.5, DeviceActivity("llama", 99, 1 << 30, 0, 0, 2, 1 << 20), 0.25, [MEMORY, MEMORY], 6.25
+    ),
     m.Reconfigure("debug", 1000, 10_000_000, 1024, 256_000_000),
     m.FrontendReady(4243),
     m.Accept(),

@@ -31,7 +31,7 @@ from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.domain import ModelName, ModelSpec, ModelState
+from gpupoold.domain import DeviceFacts, ModelName, ModelSpec, ModelState
 from gpupoold.errors import GpupoolError
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.scheduling.policies.named import make_policy
@@ -80,7 +80,11 @@ class PlayedWorker:
         degree = self._box.degrees[self._number]
         kind = "cuda" if degree == 1 else f"{degree} x cuda"
         self.channel.send(
-            m.WorkerReady(self._number, self.pid, self._box.device_bytes, PAGE, 1e9, "0.32.0", kind)
+            m.WorkerReady(
+                DeviceFacts(self._box.device_bytes, PAGE, 1e9),
+                "0.32.0",
+                kind,
+            )
         )
         with contextlib.suppress(ChannelClosed):
             while True:

@@ -65,7 +65,7 @@ async def test_the_size_of_a_group_that_cannot_divide_the_model_does_not_count(
     group, single = mixed.supervisor.workers
     assert group.ready is not None
     assert single.ready is not None
-    group.ready.device_bytes, single.ready.device_bytes = 1 << 30, 1000
+    group.ready.facts.device_bytes, single.ready.facts.device_bytes = 1 << 30, 1000
     with pytest.raises(Refused, match="do not fit on a device of 1000 B"):
         await added(mixed, num_attention_heads=6)
     await added(mixed, num_attention_heads=8)

@@ -103,7 +103,7 @@ async def test_vllm_is_asked_once_before_the_weights_are_there(
 async def test_a_device_that_is_too_small(box: ModelsBox, hub: FakeHub) -> None:
     for worker in box.supervisor.workers:
         assert worker.ready is not None
-        worker.ready.device_bytes = 10_000_000
+        worker.ready.facts.device_bytes = 10_000_000
     error = await refusal(box)
     assert "15.3 MiB of weights" in error.message
     assert "do not fit on a device of 9.54 MiB" in error.message
@@ -287,7 +287,7 @@ class TestWorkersThatAreDown:
             await box.until(lambda: box.supervisor.workers[0].is_ready)
             small = box.supervisor.workers[0].ready
             assert small is not None
-            small.device_bytes = 10_000_000
+            small.facts.device_bytes = 10_000_000
             checking = asyncio.create_task(lines(box, check_only=True))
             await box.until(lambda: bool(hub.downloads("model.safetensors")))
             box.broken.clear()

@@ -10,14 +10,14 @@ from gpupool_state import ModelRow, ProfilePhase
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.control.models.info import model_info
 from gpupoold.control.models.profiles import is_profiled, latency_model_of, latency_on, profile_rows
-from gpupoold.domain import ModelName, ModelSpec, ModelState
+from gpupoold.domain import DeviceFacts, ModelName, ModelSpec, ModelState
 from gpupoold.latency.fit import Fit, FitQuality
 from gpupoold.latency.models import LinearDecode, PrefillModel
 from gpupoold.latency.stored import Profile, StoredFit
 from gpupoold.wire.messages import LoadedModel, WorkerReady
 
-A10 = WorkerReady(0, 1, 24 << 30, 2 << 20, 2e10, "0.32.0", "NVIDIA A10")
-H100 = WorkerReady(1, 2, 80 << 30, 2 << 20, 5e10, "0.32.0", "NVIDIA H100")
+A10 = WorkerReady(DeviceFacts(24 << 30, 2 << 20, 2e10), "0.32.0", "NVIDIA A10")
+H100 = WorkerReady(DeviceFacts(80 << 30, 2 << 20, 5e10), "0.32.0", "NVIDIA H100")
 LOADED = LoadedModel(
     name="a",
     architecture="LlamaForCausalLM",
@@ -95,7 +95,7 @@ def test_only_the_same_circumstances_count() -> None:
     assert is_profiled(row, A10)
     assert not is_profiled(ROW, A10)
     assert not is_profiled(row, H100)
-    newer = WorkerReady(0, 1, 24 << 30, 2 << 20, 2e10, "0.33.0", "NVIDIA A10")
+    newer = WorkerReady(DeviceFacts(24 << 30, 2 << 20, 2e10), "0.33.0", "NVIDIA A10")
     assert not is_profiled(row, newer)
     assert not is_profiled(replace(row, spec=replace(SPEC, revision="v2")), A10)
 

@@ -10,7 +10,7 @@ from gpupoold.control.processes.crash_attribution import Candidates
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.requests.replies import RequestListener
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import Targets
+from gpupoold.domain import DeviceFacts, Targets
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.scheduling.state import Request
@@ -81,7 +81,7 @@ class Bench:
 
     def come_back(self, device_bytes: int = 1 << 30, kv_host_bytes: int | None = None) -> None:
         self.worker.ready = m.WorkerReady(
-            0, 1, device_bytes, 4096, 1e9, "0.32.0", kv_host_bytes=kv_host_bytes
+            DeviceFacts(device_bytes, 4096, 1e9, kv_host_limit_bytes=kv_host_bytes), "0.32.0"
         )
         self.dispatcher.worker_up(self.worker)
         self.dispatcher.host(Targets(), loaded(NAME), None, self.worker)
@@ -90,7 +90,7 @@ class Bench:
     def add_worker(self) -> None:
         """Another worker with the model."""
         worker = Worker(1, DeviceSettings(kind="emulated"))
-        worker.ready = m.WorkerReady(1, 1, 1 << 30, 4096, 1e9, "0.32.0")
+        worker.ready = m.WorkerReady(DeviceFacts(1 << 30, 4096, 1e9), "0.32.0")
         self.dispatcher.worker_up(worker)
         self.dispatcher.host(Targets(), loaded(NAME), None, worker)
         self.box.come_up(1)

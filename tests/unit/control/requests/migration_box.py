@@ -17,7 +17,7 @@ from gpupool_state import History
 from gpupoold.config.sections import DeviceSettings, LimitSettings
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
-from gpupoold.domain import FinishReason, Role, Targets
+from gpupoold.domain import DeviceFacts, FinishReason, Role, Targets
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.named import make_policy
@@ -244,7 +244,9 @@ class Box:
         worker = self.workers[number]
         worker.forget()
         worker.state, worker.kv_host_fd = "ready", 0
-        worker.ready = m.WorkerReady(number, 1, 1 << 30, 4096, 1e9, "0.32.0", kv_host_bytes=1 << 40)
+        worker.ready = m.WorkerReady(
+            DeviceFacts(1 << 30, 4096, 1e9, kv_host_limit_bytes=1 << 40), "0.32.0"
+        )
         self.dispatcher.worker_up(worker)
         for name in MODELS:
             self.dispatcher.host(Targets(), loaded(name), None, worker)

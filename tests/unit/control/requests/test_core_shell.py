@@ -16,14 +16,14 @@ from gpupoold.control.requests.core_shell import (
     model_added,
     stepped,
 )
-from gpupoold.domain import Role, Targets
+from gpupoold.domain import DeviceFacts, Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.wire import messages as m
 from tests.unit.control.loaded import loaded
 
 NAME = "llama"
-READY = m.WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0")
+READY = m.WorkerReady(DeviceFacts(1 << 30, 4096, 1e9), "0.32.0")
 
 
 @pytest.fixture

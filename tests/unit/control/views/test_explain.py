@@ -12,7 +12,7 @@ import pytest_asyncio
 from gpupool_state import DATABASE_NAME, Database, History, Registry
 from gpupoold.config.sections import DeviceSettings
 from gpupoold.control.views.explain import Explainer
-from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.domain import DeviceActivity, ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.frontend.request_ids import RequestIds
 from gpupoold.wire import messages as m
@@ -165,7 +165,9 @@ async def test_the_load_beside_the_turns_is_told(told: Told) -> None:
     told.bench.cold.warm.add(NAME)
     told.bench.ask("cmpl-1")
     loading = m.LoadProgress("other", 95.0, "runs the self-check", 1)
-    told.bench.worker.status = m.WorkerStatus(0, 99.0, None, 0.0, 0, 0, 0, [], loading=loading)
+    told.bench.worker.status = m.WorkerStatus(
+        99.0, DeviceActivity(None, 0, 0, 0), 0.0, [], loading=loading
+    )
     request = (await told.explainer.why("cmpl-1")).request
     assert request is not None
     assert request.turns is not None
@@ -204,7 +206,7 @@ async def test_a_paused_requests_kv_is_found(told: Told) -> None:
     assert request is not None
     assert request.text.endswith("the request's KV is on the device")
     held = m.ModelMemory(model=NAME, **_memory(kv_resident_bytes=1 << 20, kv_host_bytes=3 << 20))
-    worker.status = m.WorkerStatus(0, 0.0, None, 0.0, 0, 0, 0, [held])
+    worker.status = m.WorkerStatus(0.0, DeviceActivity(None, 0, 0, 0), 0.0, [held])
     request = (await told.explainer.why("r")).request
     assert request is not None
     assert "1 MiB are on the device and 3 MiB in host memory" in request.text

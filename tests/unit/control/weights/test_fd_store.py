@@ -12,13 +12,14 @@ import pytest
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.control.weights.fd_store import Label, StoredSnapshots, _sealed
 from gpupoold.control.weights.keys import SnapshotKeys
+from gpupoold.domain import DeviceFacts
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.system.systemd import FdStore, NamedFd, Notifier
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 from tests.service_manager import FakeManager
 from tests.unit.descriptors import open_descriptors, opened_since
 
-READY = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+READY = WorkerReady(DeviceFacts(1 << 30, 4096, 1e9), "0.32.0", "emulated")
 SIZE = 8192
 
 

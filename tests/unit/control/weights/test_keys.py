@@ -14,7 +14,7 @@ import pytest
 from gpupoold.control.weights import keys as snapshot_keys
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.keys import SnapshotKeys, snapshot_key
-from gpupoold.domain import Adapter, Preset
+from gpupoold.domain import Adapter, DeviceFacts, Preset
 from gpupoold.errors import Failed
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
@@ -172,7 +172,7 @@ async def test_a_key_is_that_of_the_last_look(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = ModelToLoad(name="a", path=str(checkpoint), ttft_s=1.0, tbt_s=0.1)
-    ready = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+    ready = WorkerReady(DeviceFacts(1 << 30, 4096, 1e9), "0.32.0", "emulated")
     keys = SnapshotKeys()
     assert keys.get(SnapshotId("a")) is None
     first = await keys.note(model, ready)

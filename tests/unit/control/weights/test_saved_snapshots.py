@@ -12,11 +12,12 @@ import pytest
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotId
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
+from gpupoold.domain import DeviceFacts
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 from tests.unit.descriptors import open_descriptors, opened_since
 
-READY = WorkerReady(0, 1, 1 << 30, 4096, 1e9, "0.32.0", "emulated")
+READY = WorkerReady(DeviceFacts(1 << 30, 4096, 1e9), "0.32.0", "emulated")
 SIZE = 8192
 A, B, C = SnapshotId("a"), SnapshotId("b"), SnapshotId("c")
 

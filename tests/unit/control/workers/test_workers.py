@@ -22,6 +22,7 @@ from gpupoold.control.processes.supervised import ProcessHandlers
 from gpupoold.control.workers.process import WorkerProcess
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
+from gpupoold.domain import DeviceFacts
 from gpupoold.errors import Failed, TimedOut
 from gpupoold.system.activity import Activity, ActivityPage, ThreadPhase
 from gpupoold.wire import messages as m
@@ -57,7 +58,7 @@ class Played:
             self.channel.close()
 
     def come_up(self) -> None:
-        self.channel.send(m.WorkerReady(0, self.pid, 1 << 30, 4096, 1e9, "0.32.0"))
+        self.channel.send(m.WorkerReady(DeviceFacts(1 << 30, 4096, 1e9), "0.32.0"))
 
 
 class Rig:

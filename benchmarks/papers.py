@@ -335,7 +335,7 @@ def _best_fit_p99_s() -> tuple[float, int]:
     [panel] = preset_panels("aladdin-fig10")
     scenario = build_scenario(Point(panel, "best-fit", 1, 25.0))
     policy = make_policy("best-fit", PolicyOptions())
-    box = scenario.box
+    box = panel.box
     simulation = Simulation(
         scenario.models, policy, [BoxDevice(box.device_bytes)] * box.num_devices
     )

@@ -126,7 +126,7 @@ def scenario_of(box: str, num_models: int, rps: float, duration_s: float) -> Sce
 
 def measure(scenario: Scenario, bound: int, policy: str = "gpupool") -> dict[str, object]:
     """Run it, and compare."""
-    box = scenario.box
+    box = scenario.point.panel.box
     made = make_policy(policy, PolicyOptions())
     host = host_memory(box)
     kv_host_bytes = host.kv_bytes_per_gpu * box.tensor_parallel_size

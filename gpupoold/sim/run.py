@@ -77,7 +77,7 @@ def run_point(point: Point, on_progress: OnProgress | None = None) -> RunRow:
         UsageError: the point cannot be simulated; the policy ``static`` refuses more models than
             fit.
     """
-    return _run(point, build_scenario(point), on_progress)
+    return _run(build_scenario(point), on_progress)
 
 
 def run_points(
@@ -176,21 +176,19 @@ def _die_at_interrupt() -> None:
 def _run_or_refusal(point: Point, on_progress: OnProgress | None = None) -> RunRow:
     scenario = build_scenario(point)
     try:
-        return _run(point, scenario, on_progress)
+        return _run(scenario, on_progress)
     except UsageError as error:
         if point.policy not in _MAY_REFUSE:
             raise
-        return _row(point, scenario, SimOutcome((), (), scenario.end_s), 0.0) | {
-            "refused": error.message
-        }
+        return _row(scenario, SimOutcome((), (), scenario.end_s), 0.0) | {"refused": error.message}
 
 
-def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> RunRow:
-    panel = point.panel
+def _run(scenario: Scenario, on_progress: OnProgress | None) -> RunRow:
+    point, panel = scenario.point, scenario.point.panel
     host = panel.host
     device = BoxDevice(
-        scenario.box.device_bytes,
-        kv_host_bytes=host.kv_bytes_per_gpu * scenario.box.tensor_parallel_size,
+        panel.box.device_bytes,
+        kv_host_bytes=host.kv_bytes_per_gpu * panel.box.tensor_parallel_size,
         prefetches=point.policy not in panel.without_prefetch,
         switch_overhead_s=panel.switch_overhead_s,
     )
@@ -200,7 +198,7 @@ def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Ru
             point.policy,
             PolicyOptions(panel.num_prefill, converts_decoders=panel.converts_decoders),
         ),
-        [device] * scenario.box.num_devices,
+        [device] * panel.box.num_devices,
         roles=panel.device_roles,
         host=host,
         engines=panel.engines,
@@ -212,29 +210,30 @@ def _run(point: Point, scenario: Scenario, on_progress: OnProgress | None) -> Ru
     outcome = simulation.run(
         scenario.requests, scenario.end_s, report_progress, counted_until_s=duration_s
     )
-    return _row(point, scenario, outcome, time.perf_counter() - started_s)
+    return _row(scenario, outcome, time.perf_counter() - started_s)
 
 
-def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -> RunRow:
+def _row(scenario: Scenario, outcome: SimOutcome, wall_s: float) -> RunRow:
+    point, panel = scenario.point, scenario.point.panel
     overall = summarise(outcome.results, outcome.end_s).overall
     devices, num_models = outcome.devices, len(scenario.models)
-    available_s = scenario.box.num_devices * scenario.duration_s
-    bound = attainment_bound(scenario.requests, scenario.models, scenario.box.num_devices)
+    available_s = panel.box.num_devices * scenario.duration_s
+    bound = attainment_bound(scenario.requests, scenario.models, panel.box.num_devices)
     rps = point.rps or len(scenario.requests) / scenario.duration_s / num_models
     row: RunRow = {
-        "preset": scenario.name,
+        "preset": point.preset,
         "policy": point.policy,
-        "axis": point.panel.axis,
-        "devices": scenario.box.name,
-        "tensor_parallel": scenario.box.tensor_parallel_size,
+        "axis": panel.axis,
+        "devices": panel.box.name,
+        "tensor_parallel": panel.box.tensor_parallel_size,
         "models": num_models,
         "rps": round(rps, 6),
-        "ttft_s": scenario.targets.ttft_s,
-        "tbt_s": scenario.targets.tbt_s,
-        "seed": point.panel.seed,
-        "roles": roles_text(point.panel.roles),
-        "kv_host_bytes": point.panel.host.kv_bytes_per_gpu,
-        "model_cache_bytes": point.panel.host.model_cache_bytes,
+        "ttft_s": panel.targets.ttft_s,
+        "tbt_s": panel.targets.tbt_s,
+        "seed": panel.seed,
+        "roles": roles_text(panel.roles),
+        "kv_host_bytes": panel.host.kv_bytes_per_gpu,
+        "model_cache_bytes": panel.host.model_cache_bytes,
         "requests": len(scenario.requests),
         "finished": overall.num_finished,
         "attainment": overall.attainment,
@@ -255,12 +254,12 @@ def _row(point: Point, scenario: Scenario, outcome: SimOutcome, wall_s: float) -
     }
     if outcome.num_preemptions:
         row["num_preemptions"] = outcome.num_preemptions
-    if point.panel.engines is not None:
+    if panel.engines is not None:
         row["engine_loads"] = outcome.num_loads
-    if (service_s := point.panel.service_s) is not None:
+    if (service_s := panel.service_s) is not None:
         active = mean_active_models(scenario.requests, service_s, scenario.duration_s)
         row["active_models_mean"] = active
-    if (burst_s := point.panel.burst_s) is not None:
+    if (burst_s := panel.burst_s) is not None:
         ttfts_s = sorted(_ttfts_s(outcome, *burst_s))
         row["burst_ttft_p50_s"] = percentile(ttfts_s, 0.5)
         row["burst_ttft_p99_s"] = percentile(ttfts_s, 0.99)

@@ -353,13 +353,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A point ready to run: a box, its models and the requests in ``duration_s``."""
+    """A point ready to run: models on its panel's box, and the requests in ``duration_s``."""
 
-    name: str
-    box: Box
+    point: Point
     models: Mapping[str, SimModel]
     requests: tuple[SimRequest, ...]
-    targets: Targets
     duration_s: float
 
     @property
@@ -394,6 +392,4 @@ def build_scenario(point: Point) -> Scenario:
     shapes |= {name: one.shape for name, one in drawn.own.items()}
     models = models_on(panel.box, shapes, panel.targets)
     models |= {name: replace(models[name], targets=one.targets) for name, one in drawn.own.items()}
-    return Scenario(
-        point.preset, panel.box, models, drawn.requests, panel.targets, drawn.duration_s
-    )
+    return Scenario(point, models, drawn.requests, drawn.duration_s)

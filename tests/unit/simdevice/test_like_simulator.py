@@ -189,7 +189,7 @@ def test_a_decode_device_that_prefills_in_chunks_does_as_the_simulators() -> Non
     """A burst of prompts that the only prefill device cannot keep up with."""
     [panel, *_] = preset_panels("tokenscale-burst-converting")
     scenario = build_scenario(Point(panel, "gpupool", None, None))
-    box, models, roles = scenario.box, dict(scenario.models), (Role.PREFILL, Role.DECODE)
+    box, models, roles = panel.box, dict(scenario.models), (Role.PREFILL, Role.DECODE)
     requests = tuple(one for one in scenario.requests if one.arrival_s < 80.0)
     simulation = Simulation(
         models, make_policy("gpupool"), [BoxDevice(box.device_bytes)] * 2, roles=roles

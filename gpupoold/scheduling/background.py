@@ -72,7 +72,7 @@ def _can_take(device: DeviceState, model: Model, num_tokens: int) -> bool:
     step_s = batch.speed.step_s(num_requests, context_tokens)
     if num_requests > 1 and step_s > _STEP_SHARE * model.targets.tbt_s:
         return False
-    free_bytes = device.capacity_bytes - model.weight_bytes
+    free_bytes = device.up.capacity_bytes - model.weight_bytes
     return _kv_bytes(device) + num_tokens * model.kv_bytes_per_token <= _KV_SHARE * free_bytes
 
 

@@ -109,16 +109,7 @@ class Core:
 
     def _device_up(self, event: e.DeviceUp, now_s: float) -> None:
         self._device_down(e.DeviceDown(event.device), now_s)
-        self.state.devices[event.device] = DeviceState(
-            event.device,
-            event.capacity_bytes,
-            event.bandwidth_bytes_per_s,
-            event.prefetches,
-            kv_host_bytes=event.kv_host_bytes,
-            role=event.role,
-            is_role_fixed=event.is_role_fixed,
-            kind=event.kind,
-        )
+        self.state.devices[event.device] = DeviceState(event)
         self._has_changed = True
 
     def _device_down(self, event: e.DeviceDown, now_s: float) -> None:
@@ -177,9 +168,9 @@ class Core:
     def _hosted(self, event: e.Hosted, now_s: float) -> None:
         model, device = self._model(event.model), self._device(event.device)
         model.hosts.add(device.number)
-        model.set_costs(device.kind, event.costs or model.costs)
+        model.set_costs(device.up.kind, event.costs or model.costs)
         if model.name not in device.batches:
-            device.batches[model.name] = Batch(model, kind=device.kind)
+            device.batches[model.name] = Batch(model, kind=device.up.kind)
         self._has_changed = True
 
     def _unhosted(self, event: e.Unhosted, now_s: float) -> None:

@@ -116,9 +116,9 @@ def demands_on(
     read.
     """
     capacity_bytes, bandwidth, kind = (
-        device.capacity_bytes,
+        device.up.capacity_bytes,
         device.bandwidth_bytes_per_s,
-        device.kind,
+        device.up.kind,
     )
     bases_s = {name: state.models[name].speed(kind).step_s(0, 0) for name in sharing}
     demands = []

@@ -91,7 +91,7 @@ def _check_waiting(device: DeviceState) -> None:
     """Check that each request waiting for KV memory waits for a request that will free some."""
     if not device.waiting_for_kv:
         return
-    if device.kv_host_bytes is None:
+    if device.up.kv_host_bytes is None:
         _fail(f"device {device.number} has unlimited KV room, but requests wait for some")
     if not (device.working or device.queued or device.moving):
         _fail(f"requests wait for KV room on device {device.number}, which has nothing to do")
@@ -103,9 +103,9 @@ def _check_batch(where: str, name: str, batch: Batch, device: DeviceState, state
     if device.number not in batch.model.hosts:
         _fail(f"there is {where}, which does not host it")
     is_queue = any(batch is q.get(name) for q in (device.queued, device.waiting_for_kv))
-    counted = Batch(batch.model, kind=device.kind)
+    counted = Batch(batch.model, kind=device.up.kind)
     if batch.speed is not counted.speed:
-        _fail(f"{where} has the speed of another kind of device than {device.kind}")
+        _fail(f"{where} has the speed of another kind of device than {device.up.kind}")
     for request_id, request in batch.requests.items():
         phase = RequestPhase.QUEUED if is_queue else _phase_in_batch(request)
         _check_request(request_id, request, phase, device, state)

@@ -30,7 +30,7 @@ def admits(device: DeviceState, request: Request) -> bool:
     """Return whether one more request could be sent now: its KV fits, and no request precedes
     it.
     """
-    if device.kv_host_bytes is None:
+    if device.up.kv_host_bytes is None:
         return True
     return _next(device, request.arrival_s, request) is request and _has_room(device, request)
 
@@ -48,7 +48,7 @@ def admit(device: DeviceState, now_s: float) -> None:
     are late depends on the models with queued requests, so two requests could otherwise take the
     memory from each other without end.
     """
-    if device.kv_host_bytes is None:
+    if device.up.kv_host_bytes is None:
         return
     if device.queued and not _has_room(device):
         _put_back(device, device.queued_requests())
@@ -139,7 +139,7 @@ def _next(device: DeviceState, now_s: float, newcomer: Request | None = None) ->
     best, best_rank = None, (math.inf, True, math.inf)
     for request, _ in firsts.values():
         kept_bytes = _kept_bytes(device, request.model)
-        own_bytes = device.capacity_bytes - request.model.weight_bytes
+        own_bytes = device.up.capacity_bytes - request.model.weight_bytes
         if kept_bytes and kept_bytes + request.kv_need_bytes > own_bytes:
             continue
         rank = kept_bytes, request.id != device.first_for_kv, request.arrival_s
@@ -162,7 +162,7 @@ def _kept_bytes(device: DeviceState, model: Model) -> float:
 
 def _has_room(device: DeviceState, newcomer: Request | None = None) -> bool:
     """Return whether all sent and queued requests, and ``newcomer``, fit."""
-    assert device.kv_host_bytes is not None
+    assert device.up.kv_host_bytes is not None
     kept_bytes, num_requests, weight_bytes = 0.0, 0, 0
     for batch in (*device.working.values(), *device.queued.values()):
         kept_bytes += batch.kv_need_bytes
@@ -172,5 +172,5 @@ def _has_room(device: DeviceState, newcomer: Request | None = None) -> bool:
         kept_bytes += request.kv_need_bytes
         num_requests += 1
         weight_bytes = max(weight_bytes, request.model.weight_bytes)
-    room_bytes = device.capacity_bytes - weight_bytes + HOST_SHARE * device.kv_host_bytes
+    room_bytes = device.up.capacity_bytes - weight_bytes + HOST_SHARE * device.up.kv_host_bytes
     return kept_bytes <= room_bytes or num_requests <= 1

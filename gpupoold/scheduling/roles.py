@@ -139,7 +139,7 @@ class RolePlanner:
         """Return whether every device can hold all requested models at once, with KV."""
         weight_bytes = sum(model.weight_bytes for model in models)
         numbers = {one.number for one in usable}
-        room_bytes = min(one.capacity_bytes for one in usable) * (1 - self._tuning.kv_share)
+        room_bytes = min(one.up.capacity_bytes for one in usable) * (1 - self._tuning.kv_share)
         return weight_bytes <= room_bytes and all(numbers <= model.hosts for model in models)
 
     def _step(
@@ -170,8 +170,8 @@ def _mean_demands(
     sharing: Collection[str] = (),
 ) -> list[Demand]:
     """Return each model's demand for a mean device: devices may differ in size and kind."""
-    sizes = Counter((device.kind, device.capacity_bytes) for device in devices)
-    like = {(device.kind, device.capacity_bytes): device for device in reversed(devices)}
+    sizes = Counter((device.up.kind, device.up.capacity_bytes) for device in devices)
+    like = {(device.up.kind, device.up.capacity_bytes): device for device in reversed(devices)}
     by_size = [
         (demands_on(state, rates_rps, like[size], sharing), num) for size, num in sizes.items()
     ]

@@ -10,6 +10,7 @@ from dataclasses import InitVar, dataclass, field
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling.actions import Turn
 from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.events import DeviceUp
 from gpupoold.scheduling.observed import (
     DEFAULT_OUTPUT_TOKENS,
     Arrivals,
@@ -319,14 +320,11 @@ class DeviceState:
     ``batches`` has one entry per hosted model; ``working`` and ``queued`` have only batches with
     requests, in the order of their first request. A queued request may be sent at any time;
     ``waiting_for_kv`` has requests without memory (:mod:`.kv_admission`). Memory accumulates for
-    the request ``first_for_kv``, if set. ``turn_rule`` chose the turn. Devices of one ``kind`` are
-    equally fast.
+    the request ``first_for_kv``, if set. ``turn_rule`` chose the turn. Bandwidth and role may have
+    changed since ``up``.
     """
 
-    number: int
-    capacity_bytes: int
-    bandwidth_bytes_per_s: float
-    prefetches: bool = True
+    up: DeviceUp
     turn: Turn | None = None
     turn_began_s: float = 0.0
     turn_rule: Rule | None = None
@@ -336,13 +334,18 @@ class DeviceState:
     queued: dict[str, Batch] = field(default_factory=dict)
     moving: dict[str, Request] = field(default_factory=dict)
     missing_bytes: dict[str, int] = field(default_factory=dict)
-    kv_host_bytes: int | None = None
     waiting_for_kv: dict[str, Batch] = field(default_factory=dict)
     first_for_kv: str | None = None
-    role: Role = Role.MIXED
-    is_role_fixed: bool = False
     is_draining: bool = False
-    kind: str = ""
+    number: int = field(init=False)
+    bandwidth_bytes_per_s: float = field(init=False)
+    role: Role = field(init=False)
+    is_role_fixed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        up = self.up
+        self.number, self.bandwidth_bytes_per_s = up.device, up.bandwidth_bytes_per_s
+        self.role, self.is_role_fixed = up.role, up.is_role_fixed
 
     @property
     def num_requests(self) -> int:
@@ -389,7 +392,7 @@ class DeviceState:
         queues = self.waiting_for_kv if must_wait else self.queued
         batch = queues.get(request.model.name)
         if batch is None:
-            batch = queues[request.model.name] = Batch(request.model, kind=self.kind)
+            batch = queues[request.model.name] = Batch(request.model, kind=self.up.kind)
         batch.insert(request)
 
     def dequeue(self, request: Request) -> None:
@@ -407,7 +410,7 @@ class DeviceState:
 
     def speed(self, model: Model) -> Speed:
         """Return the speed of a model on the device."""
-        return model.speed(self.kind)
+        return model.speed(self.up.kind)
 
     def switch_s(self, model: Model) -> float:
         """Return the seconds to bring in the missing bytes of a model."""

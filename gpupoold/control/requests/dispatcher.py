@@ -218,7 +218,7 @@ class Dispatcher:
         """Send requests again to a resting device that has the snapshot."""
         if number in self._fleet.snapshots.resting(name):
             self._fleet.snapshots.wake(name, number)
-            speed = self.state.models[name].speed(self.state.devices[number].kind)
+            speed = self.state.models[name].speed(self.state.devices[number].up.kind)
             self.shell.handle(e.Hosted(number, name, speed.costs))
 
     def evict(self, name: str, worker: Worker) -> None:

@@ -60,7 +60,7 @@ def _add_work(
     one: FleetModel, state: State, model: Model, rates_rps: Mapping[RequestClass, float]
 ) -> None:
     """Add the expected work on the host that needs the least time for it."""
-    kinds = {state.devices[number].kind for number in model.hosts}
+    kinds = {state.devices[number].up.kind for number in model.hosts}
     works = [expected_work(model, rates_rps, model.speed(kind), _LEAD_SHARE) for kind in kinds]
     if works:
         least = min(works, key=lambda work: work.load)

@@ -310,7 +310,7 @@ def _has_room(request: Request, device: DeviceState) -> bool:
     if not batch.requests and not moving:
         return False
     tokens = batch.context_tokens + sum(one.context_tokens for one in (*moving, request))
-    return tokens * model.kv_bytes_per_token <= device.capacity_bytes - model.weight_bytes
+    return tokens * model.kv_bytes_per_token <= device.up.capacity_bytes - model.weight_bytes
 
 
 def _models_on(device: DeviceState) -> set[str]:

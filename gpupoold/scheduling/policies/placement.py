@@ -280,7 +280,7 @@ def has_prefill_room(request: Request, device: DeviceState, velocity: float) -> 
     all requests on the device or on the way must fit without the host cache.
     """
     model = request.model
-    room_bytes = device.capacity_bytes - model.weight_bytes
+    room_bytes = device.up.capacity_bytes - model.weight_bytes
     kept_bytes = sum(batch.kv_need_bytes for batch in _batches(device))
     kept_bytes += sum(one.kv_need_bytes for one in device.moving.values())
     reserve = reserved_kv_bytes(velocity, model.targets.ttft_s, model.kv_bytes_per_token)

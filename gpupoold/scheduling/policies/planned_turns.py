@@ -194,7 +194,7 @@ def load_of(device: DeviceState) -> float:
     for request in device.moving.values():
         kv_bytes += request.context_tokens * request.model.kv_bytes_per_token
         load += more_load(request, device)
-    load += _KV_WEIGHT * kv_bytes / device.capacity_bytes
+    load += _KV_WEIGHT * kv_bytes / device.up.capacity_bytes
     for batch in device.queued.values():
         load += queue_load(batch, device)
     return load
@@ -223,7 +223,7 @@ class Loads:
 
 def load_of_batch(batch: Batch, device: DeviceState) -> float:
     """Return a batch's part of its device's load."""
-    return batch.load() + _KV_WEIGHT * batch.kv_bytes / device.capacity_bytes
+    return batch.load() + _KV_WEIGHT * batch.kv_bytes / device.up.capacity_bytes
 
 
 def queue_load(batch: Batch, device: DeviceState) -> float:
@@ -271,7 +271,7 @@ def switching_of(device: DeviceState, works: Sequence[BatchWork], tuning: Tuning
     missing_s = missing_bytes / device.bandwidth_bytes_per_s
     if not missing_s:
         return Switching(tuning.turn_min_s, is_exposed=False)
-    if device.prefetches and largest + second + kv_bytes <= device.capacity_bytes:
+    if device.up.prefetches and largest + second + kv_bytes <= device.up.capacity_bytes:
         return Switching(max(tuning.turn_min_s, missing_s), is_exposed=False)
     exposed_s = missing_s * tuning.exposed_switch_factor
     return Switching(max(tuning.turn_min_s, exposed_s), is_exposed=True)

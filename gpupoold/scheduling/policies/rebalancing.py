@@ -223,16 +223,16 @@ def _devices(state: State, now_s: float, lead_share: float) -> list[HomeDevice]:
             name: expected_work(models[name], by_class, models[name].speed(kind), lead_share)
             for name, by_class in rates.items()
         }
-        for kind in {device.kind for device in devices}
+        for kind in {device.up.kind for device in devices}
     }
     return [
         HomeDevice(
             device.number,
-            device.capacity_bytes,
+            device.up.capacity_bytes,
             device.bandwidth_bytes_per_s,
             {
                 name: demand
-                for name, demand in by_kind[device.kind].items()
+                for name, demand in by_kind[device.up.kind].items()
                 if name in device.batches or (may_load and device.number in models[name].hostable)
             },
         )

@@ -50,7 +50,7 @@ class StaticPolicy(StayingPolicy):
 
 def _placed(state: State) -> dict[str, int]:
     """Return each model's device: heaviest models first, on the device with most free memory."""
-    room = {number: device.capacity_bytes for number, device in state.devices.items()}
+    room = {number: device.up.capacity_bytes for number, device in state.devices.items()}
     places: dict[str, int] = {}
     for model in sorted(state.models.values(), key=lambda one: (-_need_bytes(one), one.name)):
         number = max(model.hosts, key=lambda one: (room[one], -one), default=None)

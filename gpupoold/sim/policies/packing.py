@@ -108,7 +108,9 @@ def violated(
         total.model.kv_bytes_per_token * _margin_tokens(total, lengths, limits) for total in totals
     )
     weight_bytes = max(total.model.weight_bytes for total in totals)
-    room_bytes = device.capacity_bytes + (device.kv_host_bytes or 0) - weight_bytes - margin_bytes
+    room_bytes = (
+        device.up.capacity_bytes + (device.up.kv_host_bytes or 0) - weight_bytes - margin_bytes
+    )
     requests = [one for batch in _batches(device) for one in batch.requests.values()]
     if peak_kv_bytes([*requests, *device.moving.values(), request]) > room_bytes:
         return Constraint.KV

@@ -8,6 +8,7 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.events import DeviceUp
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.gpupool import turn_for_lead
 from gpupoold.scheduling.policies.planned_turns import PlannedTurn, Tuning, rank_planned_turns
@@ -24,7 +25,7 @@ NEXT_S = 3.0  # the other model's turn, with its switch
 @pytest.fixture
 def device() -> DeviceState:
     """A device on which model a is resident, with an answer; model b has an answer too."""
-    made = DeviceState(0, 15 * GB, 10 * GB, missing_bytes={"a": 0, "b": 5 * GB})
+    made = DeviceState(DeviceUp(0, 15 * GB, 10 * GB), missing_bytes={"a": 0, "b": 5 * GB})
     costs = ModelCosts(prefill_base_s=0.1, prefill_token_s=0.0, decode_base_s=STEP_S)
     for name in "ab":
         model = Model(name, Targets(1.0, TBT_S), 10 * GB, 0, costs)

@@ -12,6 +12,7 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling.core import _move
 from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.events import DeviceUp
 from gpupoold.scheduling.phases import TRANSITIONS, IllegalTransition, RequestPhase, Trigger
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
 
@@ -87,7 +88,7 @@ def test_the_sums_of_a_batch_follow_its_requests() -> None:
 
 
 def test_a_device_counts_bytes() -> None:
-    device = DeviceState(0, 100, 5.0)
+    device = DeviceState(DeviceUp(0, 100, 5.0))
     assert (device.missing(MODEL), device.switch_s(MODEL)) == (10, 2.0)
     device.missing_bytes["a"] = 0
     assert (device.missing(MODEL), device.total_bytes(MODEL)) == (0, 10)
@@ -96,7 +97,7 @@ def test_a_device_counts_bytes() -> None:
 
 
 def test_hosts_are_in_order() -> None:
-    state = State(devices={number: DeviceState(number, 1, 1.0) for number in (10, 2, 33)})
+    state = State(devices={number: DeviceState(DeviceUp(number, 1, 1.0)) for number in (10, 2, 33)})
     model = Model("a", Targets(), 1, 1, COSTS, hosts={33, 10, 2})
     assert [device.number for device in state.hosts(model)] == [2, 10, 33]
 
@@ -104,7 +105,9 @@ def test_hosts_are_in_order() -> None:
 def test_a_copy_shares_nothing_and_keeps_identities() -> None:
     batch = Batch(MODEL, {"r": request(RequestPhase.SENT)}, 1)
     state = State(
-        {"a": MODEL}, {0: DeviceState(0, 1, 1.0, batches={"a": batch})}, dict(batch.requests)
+        {"a": MODEL},
+        {0: DeviceState(DeviceUp(0, 1, 1.0), batches={"a": batch})},
+        dict(batch.requests),
     )
     for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert twin.requests["r"] is twin.devices[0].batches["a"].requests["r"]

@@ -13,6 +13,7 @@ from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.requests.accounts import TokenCounter
 from gpupoold.domain import RequestStages, Targets
 from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.events import DeviceUp
 from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.wire import messages as m
 from tests.unit.control.live import live_request
@@ -24,7 +25,9 @@ class Bench:
 
     def __init__(self, turn_began_s: float = 4.0) -> None:
         turn = Turn(1, "m", 1.0)
-        self.device = device = DeviceState(0, 1, 1.0, turn=turn, turn_began_s=turn_began_s)
+        self.device = device = DeviceState(
+            DeviceUp(0, 1, 1.0), turn=turn, turn_began_s=turn_began_s
+        )
         self.live = LiveRequests()
         self.request = live_request()
         self.live.add(self.request)

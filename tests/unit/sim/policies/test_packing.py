@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.events import DeviceUp
 from gpupoold.scheduling.observed import OutputLengthPredictor
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.base import Policy
@@ -58,7 +60,7 @@ def model() -> Model:
 
 @pytest.fixture
 def device(model: Model) -> DeviceState:
-    made = DeviceState(0, WEIGHT_BYTES + 1000, 1e9, missing_bytes={"m": 0})
+    made = DeviceState(DeviceUp(0, WEIGHT_BYTES + 1000, 1e9), missing_bytes={"m": 0})
     made.batches["m"] = Batch(model)
     return made
 
@@ -95,7 +97,7 @@ def test_steps_would_be_too_slow(device: DeviceState, model: Model) -> None:
 
 
 def test_prompts_would_take_too_long(device: DeviceState, model: Model) -> None:
-    device.capacity_bytes = 10_000
+    device.up = replace(device.up, capacity_bytes=10_000)
     for number in range(9):
         device.enqueue(request(model, str(number)))
     assert broken(device, request(model)) is None  # ten prompts in a second

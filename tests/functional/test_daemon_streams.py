@@ -151,8 +151,8 @@ class TestModelsComeAndGo:
     ) -> None:
         before = Traces.of(pool)
         jobs = [(model, f"keep going {i}") for i, model in enumerate(MODELS)]
-        alone = [await ask(api, *job, 400) for job in jobs]
-        streams = [Background(api, *job, 400) for job in jobs]
+        alone = [await ask(api, *job, 280) for job in jobs]
+        streams = [Background(api, *job, 280) for job in jobs]
         for stream in streams:
             await stream.started()
         await add(pool, "guest", tiny_models[QWEN3])

@@ -73,7 +73,7 @@ class PlanProgress(BarView):
 
 
 def plan_document(planned: Planned) -> dict[str, object]:
-    """Return the answers as a JSON object; ``docs/planning.md`` describes the keys."""
+    """Return the answers as a JSON object; docs/planning.md explains some of the keys."""
     question, plan = planned.question, planned.plan
     shown, box, best = plan.forecast, question.box, plan.policies[0]
     return {

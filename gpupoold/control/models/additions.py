@@ -40,6 +40,7 @@ class Additions(ModelPart):
         inspector: Inspector,
     ) -> None:
         super().__init__(parts)
+        self._parts = parts
         self._snapshots = snapshots
         self._controller = controller
         self._mounts = mounts
@@ -115,9 +116,7 @@ class Additions(ModelPart):
 
     def _intake(self, request: AddModelRequest) -> Intake:
         budget = self._snapshots.host_budget
-        return Intake(
-            request, self._settings, self._supervisor, budget, self._divisions, self._inspector
-        )
+        return Intake(self._parts, request, budget, self._divisions, self._inspector)
 
     async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
         # A cancellation may come after the write, so the write is always waited for.

@@ -22,10 +22,10 @@ from gpupoold.control.access.membership import read_secret
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.info import chat_fields
 from gpupoold.control.models.inspection import Inspector
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.specs import checked_info, spec_of
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.host_budget import HostMemoryBudget
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelSpec
 from gpupoold.engine_options.names import check_options
 from gpupoold.errors import Refused, Unavailable
@@ -36,7 +36,7 @@ from gpupoold.units import format_bytes
 _MIN_KV_SHARE = 0.02
 
 
-class Intake:
+class Intake(ModelPart):
     """A request to add a model, up to the spec of the model to load. Changes no state.
 
     ``spec`` and ``weight_bytes`` are available after ``steps`` has been exhausted.
@@ -44,31 +44,25 @@ class Intake:
 
     def __init__(
         self,
+        parts: ControlParts,
         request: AddModelRequest,
-        settings: Settings,
-        supervisor: WorkerSupervisor,
         host_budget: HostMemoryBudget,
         divisions: Divisions,
         inspector: Inspector,
     ) -> None:
+        super().__init__(parts)
         self._request = request
-        self._settings = settings
-        self._supervisor = supervisor
         self._host_budget = host_budget
         self._divisions = divisions
         self._inspector = inspector
-        secret = read_secret(settings.paths.state_dir) if request.peers else ""
+        secret = read_secret(self._settings.paths.state_dir) if request.peers else ""
         self._peers = Peers(request.peers, secret)
-        self._found: CheckpointSurvey | None = None
-        self._spec: ModelSpec | None = None
+        self.spec: ModelSpec
+        self._survey: CheckpointSurvey
+        self._is_checked = False  # by vLLM's classes, before the weights are downloaded
         self._engine: dict[str, str] = {}
         self.weight_bytes = 0
         """Device bytes of the weights, estimated from the files."""
-
-    @property
-    def spec(self) -> ModelSpec:
-        assert self._spec is not None
-        return self._spec
 
     async def steps(self) -> AsyncIterator[Progress]:
         """Resolve the source, check the checkpoint, and download the checkpoint if needed.
@@ -113,29 +107,25 @@ class Intake:
         info = checked_info(self.spec, self._survey.info, self.weight_bytes, checked_at)
         return info.model_copy(update=chat_fields(await self._inspector.parsers(self.spec)))
 
-    @property
-    def _survey(self) -> CheckpointSurvey:
-        assert self._found is not None
-        return self._found
-
     async def _checked(
         self, path: Path, source: str, *, may_be_remote: bool = False
     ) -> AsyncIterator[Progress]:
         """Check the checkpoint in folder ``path``, whose weights may be on the hub still."""
         yield Progress(stage="check")
-        self._found = await self._inspector.survey(
+        self._survey = await self._inspector.survey(
             path, self._request.dtype, self._engine, may_be_remote=may_be_remote
         )
-        self.weight_bytes = self._found.weight_bytes
+        self.weight_bytes = self._survey.weight_bytes
         spec = spec_of(self._request, source, path, self._engine)
         await self._divisions.look(spec)
-        await self._check_sizes(self._found.info, spec)
-        if self._spec is None:  # once: before the weights are downloaded
+        await self._check_sizes(self._survey.info, spec)
+        if not self._is_checked:
+            self._is_checked = True
             known = self._divisions.lacking(spec)
             await self._divisions.check(spec)
             if self._divisions.lacking(spec) != known:
-                await self._check_sizes(self._found.info, spec)
-        self._spec = spec
+                await self._check_sizes(self._survey.info, spec)
+        self.spec = spec
 
     async def _check_sizes(self, info: CheckpointInfo, spec: ModelSpec) -> None:
         """Check that the model fits on a device, and its snapshot in host memory."""

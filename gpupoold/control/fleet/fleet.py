@@ -347,6 +347,7 @@ class Fleet:
         record = self._records.get(model)
         if record is not None:
             record.is_damaged = is_damaged
+            self.wake(model)
 
     def set_wait(self, model: str, waits_for: str) -> None:
         """Record what the model waits for, empty for nothing."""

@@ -34,11 +34,10 @@ from gpupoold.control.models.state import (
     desired,
 )
 from gpupoold.control.models.steps import STARTING_S, Decision, FailureVerdict, next_steps, verdict
-from gpupoold.control.weights.host_budget import CacheFull, Space
+from gpupoold.control.weights.host_budget import CacheFull
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, TimedOut, Unavailable
-from gpupoold.scheduling.hosting import HostingDevice, hostable_change
-from gpupoold.wire import messages as m
+from gpupoold.scheduling.hosting import HostingDevice
 
 _logger = logging.getLogger(__name__)
 
@@ -131,7 +130,7 @@ class ModelController(ModelPart):
             self._lane(model).waits.clear()
         if now_s >= self._next_hostable_s:
             self._next_hostable_s = now_s + _HOSTABLE_PERIOD_S
-            self._keep(self._plan_homes())
+            self._keep(self._room.plan_homes())
         # Lanes of removed models are forgotten.
         self._fleet.wake(*self._fleet.names(), *self._lanes)
 
@@ -196,15 +195,6 @@ class ModelController(ModelPart):
             lane.errors = [other for other in lane.errors if other is not errors]
         return errors
 
-    def why_unloaded(self, row: ModelRow, number: int) -> GpupoolError:
-        """Return why a settled model is not on a device: memory of the host or of the device."""
-        name, snapshots = row.spec.name, self._fleet.snapshots
-        degree = snapshots.degree(number) if snapshots.needing([number]) else 0
-        space = self._snapshots.weights(name, degree, row.weight_bytes).space
-        if degree and space in (Space.LATER, Space.NEVER):
-            return self._snapshots.why_full(name, degree, row.weight_bytes)
-        return self._room.refusal(row)
-
     async def remove(self, name: str, reason: str) -> None:
         """Return when a model has left all devices, and is forgotten with its snapshots.
 
@@ -255,18 +245,6 @@ class ModelController(ModelPart):
         waits = self._lane(model).waits
         for key in [one for one in waits if not one.startswith(StepKind.LOAD)]:
             del waits[key]
-        self._fleet.wake(model)
-
-    def damaged(self, message: m.WrongAnswer) -> None:
-        """Renew the snapshot from the checkpoint."""
-        model = message.model
-        text = f"the self-check answered {list(message.answered)}, not {list(message.expected)}"
-        self._history.record_event("error", "self_check_failed", model, text)
-        self._dispatcher.accounts.meters.model(model).self_check_failures += 1
-        self._dispatcher.fail_model(
-            model, f"the weights of {model} were damaged; the model is reloaded"
-        )
-        self._fleet.set_damaged(model, is_damaged=True)
         self._fleet.wake(model)
 
     def began(self, model: str) -> None:
@@ -581,17 +559,6 @@ class ModelController(ModelPart):
             self._keep(self._snapshots.tidy())
         if worker.has_loaded or not worker.is_ready:
             self._new.discard(number)
-
-    async def _plan_homes(self) -> None:
-        """Tell the scheduling core which devices could host which models."""
-        devices, state = self._room.devices(), self._dispatcher.state
-        for row in await self._registry.list():
-            now = self._fleet.availability(row.spec.name)
-            is_served = now.phase in (ModelPhase.READY, ModelPhase.LOADING)
-            if is_served and now.retry_at_s is None:
-                change = hostable_change(state, self._room.model(row), devices)
-                if change is not None:
-                    self._dispatcher.shell.handle(change)
 
     def _starting(self) -> list[int]:
         """Return the workers that start for the first time."""

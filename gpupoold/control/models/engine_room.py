@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpupool_state import ModelRow
+from gpupoold.control.fleet.transitions import ModelPhase
 from gpupoold.control.models.divisions import Divisions
 from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.state import EnginesFull
@@ -19,6 +20,7 @@ from gpupoold.scheduling.hosting import (
     HostingDevice,
     HostingModel,
     HostingReason,
+    hostable_change,
     is_late,
     victims,
 )
@@ -159,6 +161,17 @@ class EngineRoom(ModelPart):
             for one in devices
         ]
         return _full(row.spec.name, "; ".join(texts))
+
+    async def plan_homes(self) -> None:
+        """Tell the scheduling core which devices could host which models."""
+        devices, state = self.devices(), self._dispatcher.state
+        for row in await self._registry.list():
+            now = self._fleet.availability(row.spec.name)
+            is_served = now.phase in (ModelPhase.READY, ModelPhase.LOADING)
+            if is_served and now.retry_at_s is None:
+                change = hostable_change(state, self.model(row), devices)
+                if change is not None:
+                    self._dispatcher.shell.handle(change)
 
     def _need_bytes(self, row: ModelRow, worker: Worker) -> int:
         """Return the memory of the model's engine as measured before, else as of its neighbours."""

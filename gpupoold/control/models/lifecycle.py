@@ -32,6 +32,7 @@ from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.requests.replies import RequestListener
 from gpupoold.control.weights.cache import SnapshotCache
+from gpupoold.control.weights.host_budget import Space
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Adapter, ModelSpec, Preset, RemoveMode, Targets
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
@@ -104,7 +105,14 @@ class ModelLifecycle(ModelPart, RequestListener):
         self.parking.wanted(model)
 
     def weights_damaged(self, answer: WrongAnswer) -> None:
-        self.controller.damaged(answer)
+        model = answer.model
+        text = f"the self-check answered {list(answer.answered)}, not {list(answer.expected)}"
+        self._history.record_event("error", "self_check_failed", model, text)
+        self._dispatcher.accounts.meters.model(model).self_check_failures += 1
+        self._dispatcher.fail_model(
+            model, f"the weights of {model} were damaged; the model is reloaded"
+        )
+        self._fleet.set_damaged(model, is_damaged=True)
 
     def grammar_refused(self, refused: GrammarRefused) -> None:
         self._frontends.send(refused)
@@ -311,8 +319,17 @@ class ModelLifecycle(ModelPart, RequestListener):
             hosts, workers = self._fleet.availability(model).devices, self._supervisor.workers
             lacking = [one for one in chosen if workers[one].is_ready and one not in hosts]
             if lacking:
-                raise errors[0] if errors else self.controller.why_unloaded(row, lacking[0])
+                raise errors[0] if errors else self._why_unloaded(row, lacking[0])
         return await self.find(model)
+
+    def _why_unloaded(self, row: ModelRow, number: int) -> GpupoolError:
+        """Return why a settled model is not on a device: memory of the host or of the device."""
+        name, snapshots = row.spec.name, self._fleet.snapshots
+        degree = snapshots.degree(number) if snapshots.needing([number]) else 0
+        space = self._snapshots.weights(name, degree, row.weight_bytes).space
+        if degree and space in (Space.LATER, Space.NEVER):
+            return self._snapshots.why_full(name, degree, row.weight_bytes)
+        return self.room.refusal(row)
 
     async def _remove(self, name: str, mode: RemoveMode) -> ModelRow:
         """Remove a model.

@@ -74,12 +74,13 @@ class _Lane:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.steps or self.is_added or any(self.clients) or self.settled)
+        waiting = any(self.clients) or self.removed or self.settled
+        return not (self.steps or self.is_added or waiting)
 
     @property
     def clients(self) -> tuple[list[asyncio.Future[None]], ...]:
-        """The clients that are told of a failure."""
-        return self.added, self.warm, self.replaced, self.removed
+        """The clients that are told of failures, and of a removal by another client."""
+        return self.added, self.warm, self.replaced
 
     def note(self, error: GpupoolError) -> None:
         """Keep a failure for the clients that wait until the model is settled."""
@@ -218,11 +219,11 @@ class ModelController(ModelPart):
         await self._wait(name, self._lane(name).replaced)
 
     def abandon(self, name: str, reason: str) -> None:
-        """Cancel all steps of a model but an eviction or a withdrawal."""
+        """Cancel the steps of a model that do not take the model off devices."""
         lane = self._lane(name)
         self._raise(lane, Failed(f"{name} {reason}"))
         for step, task in lane.steps.items():
-            if step.kind not in (StepKind.EVICT, StepKind.WITHDRAW):
+            if step.kind not in (StepKind.EVICT, StepKind.WITHDRAW, StepKind.REMOVE):
                 task.cancel()
 
     def is_added(self, name: str) -> bool:
@@ -235,7 +236,7 @@ class ModelController(ModelPart):
         for task in (*self._tasks, *steps):
             task.cancel()
         for lane in self._lanes.values():
-            for waiters in (*lane.clients, lane.settled):
+            for waiters in (*lane.clients, lane.removed, lane.settled):
                 for waiter in waiters:
                     waiter.cancel()
         await asyncio.gather(*self._tasks, *steps, return_exceptions=True)
@@ -319,7 +320,7 @@ class ModelController(ModelPart):
         name = row.spec.name
         lane = self._lane(name)
         state = self._state(row, lane, now_s)
-        if state.is_shut_out and not (state.is_trial or state.is_removed):
+        if state.is_shut_out and not state.is_trial:
             self.abandon(name, self._fleet.breakers.reason(name) or "")
         if not any(state.hosts[one].is_outdated for one in state.devices):
             _resolve(lane.replaced)
@@ -543,8 +544,9 @@ class ModelController(ModelPart):
     def _raise(self, lane: _Lane, error: GpupoolError, step: ModelStep | None = None) -> None:
         """Tell the clients that wait of a failure, perhaps of a step."""
         lane.note(error)
-        is_replacement = step is not None and step.kind is StepKind.REPLACE
-        for waiters in [lane.replaced] if is_replacement else lane.clients:
+        kind = None if step is None else step.kind
+        own = {StepKind.REPLACE: (lane.replaced,), StepKind.REMOVE: (lane.removed,)}
+        for waiters in lane.clients if kind is None else own.get(kind, lane.clients):
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_exception(error)

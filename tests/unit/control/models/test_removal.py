@@ -13,6 +13,7 @@ from gpupool_state import History, Registry
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.control.models import lifecycle
 from gpupoold.control.weights.cache import SnapshotId
+from gpupoold.control.workers.worker import Worker
 from gpupoold.errors import Failed, Refused
 from gpupoold.system.activity import ThreadPhase
 from tests.unit.checkpoints import samples
@@ -81,6 +82,25 @@ async def test_a_removal_does_not_wait_for_a_snapshot_that_is_being_read(
             await warming
     assert not box.fleet.knows("a")
     assert box.cache.used_bytes == 0
+
+
+async def test_a_removal_by_force_overtakes_a_drain(
+    box: ModelsBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unload = box.supervisor.unload
+
+    async def unload_slowly(worker: Worker, name: str) -> None:
+        await asyncio.sleep(0.2)  # the drain ends meanwhile
+        await unload(worker, name)
+
+    monkeypatch.setattr(box.supervisor, "unload", unload_slowly)
+    box.ask("a", "r1")
+    draining = asyncio.create_task(box.lifecycle.remove("a", "drain"))
+    await box.until(lambda: box.fleet.is_draining("a"))
+    async with asyncio.timeout(20):
+        await box.lifecycle.remove("a", "force")
+        assert (await draining).spec.name == "a"
+    assert not box.fleet.knows("a")
 
 
 async def test_a_load_that_stops_costs_no_worker(

@@ -40,10 +40,10 @@ def num_nodes(root: Path = _NODES) -> int:
     return sum(1 for _ in root.glob("node[0-9]*"))
 
 
-def node_bytes(root: Path = _NODES) -> dict[int, int]:
+def node_bytes() -> dict[int, int]:
     """Return the memory of each NUMA node by its number."""
     found = {}
-    for folder in root.glob("node[0-9]*"):
+    for folder in _NODES.glob("node[0-9]*"):
         with suppress(OSError):
             match = _NODE_TOTAL.search((folder / "meminfo").read_text())
             if match is not None:

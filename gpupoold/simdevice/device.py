@@ -38,7 +38,6 @@ class PacedDevice:
         device_number: int,
         capacity_bytes: int,
         send: Callable[..., None],
-        wall_clock: Callable[[], float] = time.time,
         kv_host_bytes: int | None = None,
     ) -> None:
         """``kv_host_bytes`` is the host memory for KV, None for no limit."""
@@ -53,7 +52,6 @@ class PacedDevice:
         )
         self._now_s = 0.0  # later than the time of the queue while late work is processed
         self._send_now = send
-        self._wall_clock = wall_clock
         self._vocabularies: dict[str, Vocabulary] = {}
         self._reports = StepReports(send, self._vocabularies)
         self._lives: dict[str, SimLive] = {}
@@ -173,7 +171,7 @@ class PacedDevice:
             return
         s_per_byte = total_s / (moved.weights + moved.kv_in + moved.kv_out)
         record = m.SwitchRecord(
-            at=self._wall_clock() - self._now_s + self._queue.now_s,
+            at=time.time() - self._now_s + self._queue.now_s,
             device=self.sim.number,
             model=self.sim.turn.model,
             previous=previous,

@@ -16,6 +16,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -51,10 +52,10 @@ class GrammarCaches:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._caches: OrderedDict[_BackendGrammars, None] = OrderedDict()  # the latest used last
+        self._caches: OrderedDict[_Backend, None] = OrderedDict()  # the latest used last
         self._lock = threading.Lock()
 
-    def used(self, cache: _BackendGrammars) -> None:
+    def used(self, cache: _Backend) -> None:
         """Record a use; renew the least recently used caches while the total is over the limit."""
         with self._lock:
             self._caches[cache] = None
@@ -67,7 +68,7 @@ class GrammarCaches:
                 one.renew()
                 total -= num_bytes
 
-    def forget(self, cache: _BackendGrammars) -> None:
+    def forget(self, cache: _Backend) -> None:
         with self._lock:
             self._caches.pop(cache, None)
 
@@ -91,50 +92,16 @@ class GrammarRefusal(NamedTuple):
     is_final: bool = True
 
 
-class _BackendGrammars(StructuredOutputManager):
-    """A manager for one backend, which records requests in the activity page.
+@dataclass(eq=False, slots=True)
+class _Backend:
+    """A backend of one engine, with the cache of its compiler.
 
-    A compiling thread creates the backend too; vLLM would create the backend between two steps.
+    The first compiling thread makes the backend; vLLM would make the backend between two steps.
     """
 
-    backend: Any
-
-    def __init__(self, engine: EngineGrammars, name: str) -> None:
-        super().__init__(engine.vllm_config)
-        self._engine = engine
-        self._name = name
-        self._making = threading.Lock()
-
-    def grammar_init(self, request: Request) -> None:
-        """Begin to compile a request's grammar."""
-        structured = request.structured_output_request
-        assert structured is not None
-        structured.grammar = self.executor.submit(self._create_grammar, request)
-
-    def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
-        lower_priority(GRAMMAR_NICENESS)  # this thread only compiles
-        with WORKER.beside(ThreadPhase.GRAMMAR, self._engine.model, [request.request_id]):
-            with self._making:
-                if self.backend is None:
-                    self.backend = make_backend(self._name, self.vllm_config, self.tokenizer)
-                    self._engine.backend = self.backend  # all backends make equal bitmasks
-            grammar = self._engine.bounded(request, super()._create_grammar)
-            self._engine.prepare(request, grammar)
-        if self._name == "xgrammar":
-            _caches.used(self)
-        return grammar
-
-    def take_all(self, request: Request, grammar: BoundedGrammar) -> None:
-        """Begin to take the tokens of a resumed answer, as if each had just been sampled."""
-        structured = request.structured_output_request
-        assert structured is not None
-        structured.grammar = self.executor.submit(self._take_all, request, grammar)
-
-    def _take_all(self, request: Request, grammar: BoundedGrammar) -> StructuredOutputGrammar:
-        with WORKER.beside(ThreadPhase.GRAMMAR, self._engine.model, [request.request_id]):
-            self._engine.walk(request, grammar)
-            self._engine.prepare(request, grammar)
-        return grammar
+    name: str
+    backend: Any = None
+    making: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def num_bytes(self) -> int:
@@ -146,23 +113,9 @@ class _BackendGrammars(StructuredOutputManager):
         renew_compilers(self.backend)
         trim_heap()
 
-    def clear_backend(self) -> None:
-        """End the backend and its compiling threads after their present work.
-
-        Returns at once: compiling takes up to seconds and cannot be stopped, and other engines'
-        steps continue meanwhile.
-        """
-        self.executor.shutdown(wait=False, cancel_futures=True)
-        threading.Thread(target=self._end, name="grammars-end", daemon=True).start()
-
-    def _end(self) -> None:
-        self.executor.shutdown()
-        _caches.forget(self)  # threads of other engines read the size of each cache
-        super().clear_backend()
-
 
 class EngineGrammars(StructuredOutputManager):
-    """vLLM's manager for one engine, over one manager per backend.
+    """vLLM's manager for one engine, with several backends; requests are in the activity page.
 
     After a call over its bound, all requests of the same owner with an equal grammar are refused,
     because each would cost as much. The owner is the first part of a request's cache salt, the id
@@ -174,7 +127,7 @@ class EngineGrammars(StructuredOutputManager):
     def __init__(self, config: VllmConfig, model: str) -> None:
         super().__init__(config)
         self.model = model
-        self._by_backend: dict[str, _BackendGrammars] = {}
+        self._by_backend: dict[str, _Backend] = {}
         self._refused: dict[str, GrammarRefusal] = {}
         self._turn = 0
         self._known: OrderedDict[bytes, str] = OrderedDict()  # reasons by owner and grammar
@@ -187,9 +140,24 @@ class EngineGrammars(StructuredOutputManager):
         if request.structured_output_request is None or not structured:
             return
         name = str(structured._backend)
-        if name not in self._by_backend:
-            self._by_backend[name] = _BackendGrammars(self, name)
-        self._by_backend[name].grammar_init(request)
+        backend = self._by_backend.setdefault(name, _Backend(name))
+        compiling = self.executor.submit(self._compile, request, backend)
+        request.structured_output_request.grammar = compiling
+
+    def _compile(self, request: Request, made: _Backend) -> StructuredOutputGrammar:
+        lower_priority(GRAMMAR_NICENESS)  # this thread only compiles
+        with WORKER.beside(ThreadPhase.GRAMMAR, self.model, [request.request_id]):
+            with made.making:
+                if made.backend is None:
+                    made.backend = make_backend(made.name, self.vllm_config, self.tokenizer)
+                    self.backend = made.backend  # all backends make equal bitmasks
+            # vLLM's method uses the manager's backend only.
+            create: Any = StructuredOutputManager._create_grammar
+            grammar = self.bounded(request, partial(create, made))
+            self.prepare(request, grammar)
+        if made.name == "xgrammar":
+            _caches.used(made)
+        return grammar
 
     def bounded(self, request: Request, compile_grammar: Any) -> BoundedGrammar:
         """Return a request's compiled grammar; for a compiling thread.
@@ -244,11 +212,17 @@ class EngineGrammars(StructuredOutputManager):
         if grammar is None or grammar.has_taken_up:
             return True
         grammar.has_taken_up = True
-        assert request.sampling_params is not None
-        structured = request.sampling_params.structured_outputs
+        structured = request.structured_output_request
         assert structured is not None
-        self._by_backend[str(structured._backend)].take_all(request, grammar)
+        structured.grammar = self.executor.submit(self._take_all, request, grammar)
         return False
+
+    def _take_all(self, request: Request, grammar: BoundedGrammar) -> StructuredOutputGrammar:
+        """Take the tokens of a resumed answer, as if each had just been sampled."""
+        with WORKER.beside(ThreadPhase.GRAMMAR, self.model, [request.request_id]):
+            self.walk(request, grammar)
+            self.prepare(request, grammar)
+        return grammar
 
     def walk(self, request: Request, grammar: BoundedGrammar) -> None:
         """Take the tokens of a resumed answer, those after the reasoning.
@@ -341,10 +315,25 @@ class EngineGrammars(StructuredOutputManager):
             grammar.refusal = grammar.refusal or slow.get(grammar.owner, "")
 
     def clear_backend(self) -> None:
+        """End the backends and the compiling threads after their present work.
+
+        Returns at once: compiling takes up to seconds and cannot be stopped, and other engines'
+        steps continue meanwhile.
+        """
+        self.backend = None  # one of those that end
+        if not self._by_backend:
+            super().clear_backend()
+            return
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        threading.Thread(target=self._end, name="grammars-end", daemon=True).start()
+
+    def _end(self) -> None:
+        self.executor.shutdown()
         for one in self._by_backend.values():
-            one.clear_backend()
+            _caches.forget(one)  # threads of other engines read the size of each cache
+            if one.backend is not None:
+                one.backend.destroy()
         self._by_backend.clear()
-        self.backend = None  # it belonged to a manager above
         super().clear_backend()
 
 

@@ -22,7 +22,7 @@ from gpupool_cli.options import (
 )
 from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas import DeviceInfo, ModelUsage
+from gpupoold.api.schemas import ModelUsage
 from gpupoold.api.schemas_models import ModelInfo, SetModelRequest
 from gpupoold.domain import AdapterInfo, Preset, RemoveMode
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
@@ -388,17 +388,3 @@ def hosting_text(model: ModelInfo) -> str:
     chosen = ", ".join(map(str, model.devices))
     how = f"by hand: {chosen}" if chosen else "chosen by the scheduler"
     return f"{places or 'on no device'}; {how}"
-
-
-def engines_text(device: DeviceInfo) -> str:
-    """Return the number of a device's engines and their memory outside the pages."""
-    if not device.num_engines:
-        return "0"
-    text = f"{device.num_engines}, {format_bytes(device.engine_bytes)}"
-    limit_bytes = device.engine_limit_bytes
-    return text if limit_bytes is None else f"{text} of {format_bytes(limit_bytes)}"
-
-
-def devices_text(model: ModelUsage) -> str:
-    """Return the numbers of the devices that host a model."""
-    return ",".join(str(engine.device) for engine in model.engines)

@@ -8,7 +8,6 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import ExitCode
-from gpupool_cli.models import devices_text, engines_text
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import columns, duration_text, size_text
 from gpupool_cli.session import open_client
@@ -145,7 +144,7 @@ def _device_row(device: DeviceInfo) -> list[str]:
         size_text(device.device_bytes),
         format_bytes(device.free_bytes),
         size_text(device.kv_host_bytes),
-        engines_text(device),
+        _engines_text(device),
         device.on_turn or output.NOTHING,
         duration_text(device.quota_s) if device.on_turn else output.NOTHING,
         str(device.num_steps),
@@ -175,7 +174,7 @@ def _model_row(model: ModelUsage) -> list[str]:
     return [
         model.name,
         model.state,
-        devices_text(model) or output.NOTHING,
+        _devices_text(model) or output.NOTHING,
         str(model.num_live),
         str(model.num_waiting),
         str(model.refused),
@@ -187,3 +186,17 @@ def _model_row(model: ModelUsage) -> list[str]:
         duration_text(model.tbt_p99_s),
         output.NOTHING if attainment is None else f"{100 * attainment:.1f}",
     ]
+
+
+def _engines_text(device: DeviceInfo) -> str:
+    """Return the number of a device's engines and their memory outside the pages."""
+    if not device.num_engines:
+        return "0"
+    text = f"{device.num_engines}, {format_bytes(device.engine_bytes)}"
+    limit_bytes = device.engine_limit_bytes
+    return text if limit_bytes is None else f"{text} of {format_bytes(limit_bytes)}"
+
+
+def _devices_text(model: ModelUsage) -> str:
+    """Return the numbers of the devices that host a model."""
+    return ",".join(str(engine.device) for engine in model.engines)

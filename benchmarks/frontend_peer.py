@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import psutil
 
+from gpupoold.domain import ModelName
 from gpupoold.simdevice.models import know
 from gpupoold.simdevice.synthetic import seed_of
 from gpupoold.wire.channel import BlockingChannel
@@ -63,7 +64,10 @@ class FrontendPeer:
         self.steps_per_s: float | None = None
         self.num_at_once = 1
         model = ModelToLoad(
-            name=MODEL, path=str(checkpoint), max_model_len=_MAX_MODEL_LEN, ttft_s=10, tbt_s=0.1
+            name=ModelName(MODEL),
+            source=str(checkpoint),
+            path=str(checkpoint),
+            max_model_len=_MAX_MODEL_LEN,
         )
         known = know(model, _GPU, _DEVICE_BYTES)
         self._vocabulary = known.vocabulary

@@ -29,7 +29,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from gpupoold.domain import Targets
+from gpupoold.domain import ModelName, Targets
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.pages import PagePool
 from gpupoold.wire import messages as m
@@ -138,7 +138,12 @@ class PoolSide:
     def _load(self, name: str, path: Path, device: Any, host: KvHostCache) -> None:
         loop = self._loop
         model = m.ModelToLoad(
-            name=name, path=str(path), dtype="float32", max_model_len=MAX_LEN, ttft_s=1, tbt_s=1
+            name=ModelName(name),
+            source=str(path),
+            path=str(path),
+            dtype="float32",
+            max_model_len=MAX_LEN,
+            targets=Targets(1.0, 1.0),
         )
         loop._models.last_used_s[name] = 0.0
         loop.ledger.add_model(name, Targets(1.0, 1.0))

@@ -198,7 +198,7 @@ class Adapter(AdapterInfo):
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSpec:
     """A registered model as stored in the registry.
 

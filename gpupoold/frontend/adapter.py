@@ -187,7 +187,7 @@ class VllmModelApi:
         limits = EngineLimits(
             model.name,
             self._tasks,
-            model.tbt_s,
+            model.targets.tbt_s,
             config.model_config.get_vocab_size(),
             num_embeddings(config.model_config),
         )

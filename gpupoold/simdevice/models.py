@@ -11,7 +11,6 @@ from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint, check_c
 from gpupoold.checkpoints.division import why_checkpoint_undivided
 from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, estimate_weight_bytes
 from gpupoold.checkpoints.modules import is_pooling
-from gpupoold.domain import Targets
 from gpupoold.errors import Refused
 from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.fit import Fit, FitQuality
@@ -86,8 +85,7 @@ def know(model: ModelToLoad, gpu: str, device_bytes: int, num_gpus: int = 1) -> 
         supported_tasks=("generate",),
         load_s=time.monotonic() - started_s,
     )
-    targets = Targets(model.ttft_s, model.tbt_s)
-    sim = SimModel(model.name, targets, latency, weight_bytes, kv_bytes)
+    sim = SimModel(model.name, model.targets, latency, weight_bytes, kv_bytes)
     vocab_size = int((config.get("text_config") or config).get("vocab_size") or 0)
     return KnownModel(sim, loaded, Vocabulary.of_size(vocab_size), f"{weight_bytes}/{num_gpus}")
 

@@ -9,29 +9,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gpupoold.domain import Adapter, MemoryUse, Preset, Switch
+from gpupoold.domain import Adapter, MemoryUse, ModelSpec, Preset, Switch
 
 
-class ModelToLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The data for building a model's vLLM configuration; ``engine`` as in ``ModelSpec``.
+@dataclass(frozen=True, kw_only=True)
+class ModelToLoad(ModelSpec):
+    """A model with the settings for building its vLLM configuration.
 
     ``max_images`` is per prompt, ``max_image_pixels`` for all images of an HTTP request.
     """
 
-    name: str
-    path: str
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    aliases: tuple[str, ...] = ()
-    ttft_s: float
-    tbt_s: float
     allow_remote_code: bool = False
     media_hosts: tuple[str, ...] = ()
     max_images: int = 16
     max_image_pixels: int = 32_000_000
-    engine: dict[str, str] = {}
-    presets: tuple[Preset, ...] = ()
-    adapters: tuple[Adapter, ...] = ()
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gpupoold.domain import ModelName
 from gpupoold.memory.contracts import Copy
 from gpupoold.memory.emulated import ModelledLink
 from gpupoold.memory.host import KvHostCache
@@ -67,7 +68,7 @@ class OneEngine:
         )
         loader = EngineLoader(self.device, host, self.residency, TurnThread())
         model = m.ModelToLoad(
-            name="a", path=str(path), dtype="float32", max_model_len=512, ttft_s=1.0, tbt_s=0.1
+            name=ModelName("a"), source="a", path=str(path), dtype="float32", max_model_len=512
         )
         order = m.LoadModel(model, profiling_budget_s=0.0)
         self.engine = loader.load(order, None, "a").engine

@@ -6,6 +6,7 @@ turns of one step. The frontend is the real process, started as the daemon does.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import socket
@@ -19,6 +20,7 @@ import msgspec
 import psutil
 
 from benchmarks.frontend_peer import opening, start_frontend
+from gpupoold.domain import ModelName
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,
@@ -214,8 +216,8 @@ class EnginePeer:
         """Mount a model's API, waiting for the answer."""
         self._next_call_id += 1
         call_id = self._next_call_id
-        model = ModelToLoad(name=name, path=str(self.paths[name]), ttft_s=1, tbt_s=0.1)
-        model = msgspec.structs.replace(model, **changes)
+        model = ModelToLoad(name=ModelName(name), source="a", path=str(self.paths[name]))
+        model = dataclasses.replace(model, **changes)
         loaded = msgspec.structs.replace(self.engines.loaded[name], name=name)
         self.send(ServeModel(call_id=call_id, model=model, loaded=loaded))
         answer = self.wait_for(lambda m: isinstance(m, CallResult) and m.call_id == call_id)

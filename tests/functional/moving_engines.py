@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from gpupoold.domain import ModelName
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
@@ -85,7 +86,7 @@ class MovingEngines:
         self._engines: dict[str, ModelEngine] = {}
         for name in NAMES:
             model = m.ModelToLoad(
-                name=name, path=str(path), dtype=dtype, max_model_len=512, ttft_s=1.0, tbt_s=0.1
+                name=ModelName(name), source="a", path=str(path), dtype=dtype, max_model_len=512
             )
             order = m.LoadModel(model, profiling_budget_s=0.0)
             self._engines[name] = loader.load(order, None, name).engine

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.frontend_peer import opening, start_frontend
+from gpupoold.domain import ModelName
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 from gpupoold.wire.messages import (
     Accepting,
@@ -94,11 +95,10 @@ class ScriptedPeer:
 
     def _mount(self, call_id: int, name: str) -> ServeModel:
         model = ModelToLoad(
-            name=name,
+            name=ModelName(name),
+            source=name,
             path=str(self._checkpoints[name]),
             max_model_len=MAX_MODEL_LEN,
-            ttft_s=10,
-            tbt_s=0.1,
             engine=self._engine.get(name, {}),
         )
         loaded = LoadedModel(

@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from gpupoold.domain import ModelName
 from gpupoold.frontend.grammars.messages import GrammarVerdict
 from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.wire.messages import ModelToLoad, ServedModel
@@ -268,7 +269,7 @@ def test_checker_that_dies_is_replaced(peer: EnginePeer) -> None:
 async def test_compiler_that_crashes(peer: EnginePeer) -> None:
     """Without bounds the pattern ends the process that compiles it, and no other."""
     vetting = GrammarVetting("warning")
-    model = ModelToLoad(name=LLAMA, path=str(peer.paths[LLAMA]), ttft_s=1, tbt_s=0.1)
+    model = ModelToLoad(name=ModelName(LLAMA), source="a", path=str(peer.paths[LLAMA]))
     loaded = peer.engines.loaded[LLAMA]
 
     async def verdict(structured: dict[str, Any]) -> GrammarVerdict:

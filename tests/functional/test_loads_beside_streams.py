@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gpupoold.domain import ModelName
 from gpupoold.wire import messages as m
 from tests.functional.daemon_tools import weight_bytes
 from tests.functional.engine_peer import MAX_MODEL_LEN, EngineSet
@@ -196,12 +197,11 @@ def wait_loading(peer: WorkerPeer) -> None:
 def send_load(peer: WorkerPeer, name: str, path: Path, profiling_budget_s: float = 0.0) -> None:
     """Order a load without a change of the scheduler's accounts."""
     model = m.ModelToLoad(
-        name=name,
+        name=ModelName(name),
+        source=name,
         path=str(path),
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
-        ttft_s=10.0,
-        tbt_s=0.1,
     )
     peer.channel.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
 

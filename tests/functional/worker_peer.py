@@ -25,7 +25,7 @@ from gpupoold.control.requests.core_shell import (
     run_turn,
     stepped,
 )
-from gpupoold.domain import Role, Targets
+from gpupoold.domain import ModelName, Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.actions import Action, Send, StartTurn
 from gpupoold.scheduling.invariants import check_state
@@ -144,13 +144,8 @@ class WorkerPeer:
     ) -> m.ModelLoaded:
         """Load a checkpoint in float32, from its snapshot if there is one; fails the test with the
         worker's reason. The snapshot it has then is in ``snapshots``."""
-        fields: dict[str, Any] = {
-            "dtype": "float32",
-            "max_model_len": 1024,
-            "ttft_s": 10.0,
-            "tbt_s": 0.1,
-        }
-        model = m.ModelToLoad(name=name, path=str(path), **(fields | options))
+        fields: dict[str, Any] = {"source": name, "dtype": "float32", "max_model_len": 1024}
+        model = m.ModelToLoad(name=ModelName(name), path=str(path), **(fields | options))
         if snapshot is None:
             order = m.LoadModel(
                 model, profiling_budget_s=profiling_budget_s, kv_identity=kv_identity
@@ -165,8 +160,7 @@ class WorkerPeer:
         self.snapshots[name] = Snapshot(
             self.channel.take_fd(), answer.layout_digest, answer.self_check
         )
-        targets = Targets(model.ttft_s, model.tbt_s)
-        self.shell.handle(model_added(targets, answer.model), e.Hosted(0, name))
+        self.shell.handle(model_added(model.targets, answer.model), e.Hosted(0, name))
         self.loaded[name] = answer.model
         return answer
 

@@ -27,7 +27,7 @@ from gpupoold.control.weights.fd_store import StoredSnapshots
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
 from gpupoold.control.weights.snapshot_files import SnapshotFiles
-from gpupoold.domain import DeviceFacts
+from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.errors import ConfigError, Failed, Refused
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
@@ -172,7 +172,7 @@ class SnapshotKept(Scenario):
         self._manager.setblocking(False)
         self._stored: set[str] = set()
         keys = SnapshotKeys()
-        model = ModelToLoad(name="a", path=str(self.folder / "model"), ttft_s=1.0, tbt_s=0.1)
+        model = ModelToLoad(name=ModelName("a"), source="a", path=str(self.folder / "model"))
         await keys.note(model, READY)
         store = FdStore(Notifier(str(self.folder / "notify")), [])
         self._stored_snapshots = StoredSnapshots(store, keys)

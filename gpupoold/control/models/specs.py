@@ -51,16 +51,7 @@ def checked_info(
 def to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
     """Return the description of a registered model for workers and frontends."""
     return m.ModelToLoad(
-        name=spec.name,
-        path=spec.path,
-        dtype=spec.dtype,
-        max_model_len=spec.max_model_len,
-        aliases=spec.aliases,
-        engine=with_adapter_support(spec.engine),
-        presets=spec.presets,
-        adapters=spec.adapters,
-        ttft_s=spec.targets.ttft_s,
-        tbt_s=spec.targets.tbt_s,
+        **vars(spec) | {"engine": with_adapter_support(spec.engine)},
         allow_remote_code=settings.security.allow_remote_code,
         media_hosts=settings.security.media_hosts,
         max_images=settings.limits.max_images,

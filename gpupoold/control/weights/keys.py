@@ -21,19 +21,7 @@ _logger = logging.getLogger(__name__)
 
 # Names, targets, and the hosts and limits of media do not change a model's weights, nor do slots of
 # adapters.
-_NOT_IN_SNAPSHOT = frozenset(
-    {
-        "name",
-        "aliases",
-        "presets",
-        "adapters",
-        "ttft_s",
-        "tbt_s",
-        "media_hosts",
-        "max_images",
-        "max_image_pixels",
-    }
-)
+_IN_SNAPSHOT = ("allow_remote_code", "dtype", "engine", "max_model_len", "path")
 
 
 def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:
@@ -106,8 +94,8 @@ class SnapshotKeys:
 
 def _decisive(model: ModelToLoad) -> list[tuple[str, object]]:
     engine = without_adapter_support(engine_part(model.engine))
-    fields = msgspec.structs.asdict(model) | {"engine": sorted(engine.items())}
-    return sorted((name, fields[name]) for name in fields.keys() - _NOT_IN_SNAPSHOT)
+    fields = vars(model) | {"engine": sorted(engine.items())}
+    return [(name, fields[name]) for name in _IN_SNAPSHOT]
 
 
 def _checkpoint_files(folder: str) -> Iterator[tuple[bytes, int, int]]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import KvHostCache
@@ -71,7 +70,7 @@ class DeviceModels:
         name = f"{model.name}{_NEW}" if model.name in self.engines else model.name
         # The residency reads both as soon as the model is added.
         self.last_used_s[name] = now_s
-        self.ledger.add_model(name, Targets(model.ttft_s, model.tbt_s))
+        self.ledger.add_model(name, model.targets)
         return name
 
     def end_load(self, order: LoadOrder, end: LoadEnd) -> None:
@@ -114,7 +113,7 @@ class DeviceModels:
         del self.last_used_s[engine.name]
         engine.name = model.name
         self.residency.add(engine)
-        self.ledger.add_model(model.name, Targets(model.ttft_s, model.tbt_s))
+        self.ledger.add_model(model.name, model.targets)
         return dropped
 
     def close(self, name: str) -> None:

@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from gpupoold.domain import ModelName
 from gpupoold.frontend.grammars import vetting
 from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
 from gpupoold.frontend.grammars.vetting import GrammarVetting, RunningChecker, TooManyGrammars
 from gpupoold.wire.channel import AsyncChannel
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
-MODEL = ModelToLoad(name="m", path="/m", ttft_s=1, tbt_s=0.1)
+MODEL = ModelToLoad(name=ModelName("m"), source="a", path="/m")
 LOADED = LoadedModel(
     name="m",
     architecture="A",

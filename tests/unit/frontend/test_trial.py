@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def prepared(tiny_models: dict[str, Path]) -> trial.Prepared:
-    model = msgspec.structs.replace(MODEL, path=str(tiny_models["tiny-llama"]))
+    model = dataclasses.replace(MODEL, path=str(tiny_models["tiny-llama"]))
     loaded = msgspec.structs.replace(LOADED, max_model_len=512, architecture="LlamaForCausalLM")
     return trial.Prepared(GrammarCheck(1, 1, model, loaded, b""))
 

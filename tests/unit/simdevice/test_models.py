@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
+from gpupoold.domain import ModelName
 from gpupoold.errors import Refused
 from gpupoold.latency.models import DecodeBatch
 from gpupoold.latency.shape import builtin_shape
@@ -25,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, gpu: str = "H800", device_bytes: int = H800_BYTES, **how: Any) -> KnownModel:
-    model = ModelToLoad(name="m", path=str(path), ttft_s=10.0, tbt_s=0.1, **how)
+    model = ModelToLoad(name=ModelName("m"), source="a", path=str(path), **how)
     return know(model, gpu, device_bytes)
 
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
+from gpupoold.domain import ModelName
 from gpupoold.latency.models import DecodeBatch
 from gpupoold.sim.boxes import Box
 from gpupoold.system.activity import Activity, ThreadPhase, create_page, digest, read_page
@@ -54,7 +55,7 @@ class Peer:
 
     def load(self, name: str, path: Path, **how: Any) -> Any:
         """Load a model; the answer."""
-        model = m.ModelToLoad(name=name, path=str(path), ttft_s=10.0, tbt_s=0.1, **how)
+        model = m.ModelToLoad(name=ModelName(name), source="a", path=str(path), **how)
         self.channel.send(m.LoadModel(model, profiling_budget_s=1.0))
         return self.wait((m.ModelLoaded, m.ModelFailed))  # type: ignore[arg-type]
 

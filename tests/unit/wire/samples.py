@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from gpupoold.domain import DeviceActivity, DeviceFacts, Priority
+from gpupoold.domain import DeviceActivity, DeviceFacts, ModelName, Priority, Targets
 from gpupoold.wire import messages as m
 
 MODEL = m.ModelToLoad(
-    name="llama",
+    name=ModelName("llama"),
+    source="meta/llama",
     path="/models/llama",
     dtype="bfloat16",
     max_model_len=4096,
     aliases=("l", "chat"),
-    ttft_s=1.5,
-    tbt_s=0.05,
+    targets=Targets(1.5, 0.05),
     allow_remote_code=True,
 )
 LOADED = m.LoadedModel(

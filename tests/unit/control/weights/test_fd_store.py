@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.control.weights.fd_store import Label, StoredSnapshots, _sealed
 from gpupoold.control.weights.keys import SnapshotKeys
-from gpupoold.domain import DeviceFacts
+from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.system.systemd import FdStore, NamedFd, Notifier
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
@@ -34,7 +35,7 @@ def model(tmp_path: Path) -> ModelToLoad:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    return ModelToLoad(name="a", path=str(folder), ttft_s=1.0, tbt_s=0.1)
+    return ModelToLoad(name=ModelName("a"), source="a", path=str(folder))
 
 
 class Daemon:
@@ -124,7 +125,7 @@ async def test_a_checkpoint_that_has_changed(manager: FakeManager, model: ModelT
 
 async def test_a_model_that_is_gone(manager: FakeManager, model: ModelToLoad) -> None:
     await store_one(manager, model)
-    other = msgspec.structs.replace(model, name="b")
+    other = dataclasses.replace(model, name=ModelName("b"))
     assert await refused(manager, other)
 
 
@@ -134,7 +135,7 @@ async def test_a_budget_that_has_shrunk(manager: FakeManager, model: ModelToLoad
 
 
 async def test_the_budget_is_for_the_first(manager: FakeManager, model: ModelToLoad) -> None:
-    other = msgspec.structs.replace(model, name="b")
+    other = dataclasses.replace(model, name=ModelName("b"))
     daemon = Daemon(manager)
     await daemon.put(model, b"first..")
     await daemon.put(other, b"second.")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from gpupoold.control.weights import keys as snapshot_keys
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.keys import SnapshotKeys, snapshot_key
-from gpupoold.domain import Adapter, DeviceFacts, Preset
+from gpupoold.domain import Adapter, DeviceFacts, ModelName, Preset, Targets
 from gpupoold.errors import Failed
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 
@@ -44,7 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(checkpoint: Path) -> ModelToLoad:
-    return ModelToLoad(name="m", path=str(checkpoint), ttft_s=1.0, tbt_s=0.1)
+    return ModelToLoad(name=ModelName("m"), source="a", path=str(checkpoint))
 
 
 def key_of(model: ModelToLoad) -> str:
@@ -59,8 +59,11 @@ def test_a_key_is_the_same_each_time(model: ModelToLoad) -> None:
 NOT_IN_THE_KEY: dict[str, Any] = {
     "name": "other",
     "aliases": ("alias",),
-    "ttft_s": 9.0,
-    "tbt_s": 9.0,
+    "source": "other",
+    "revision": "other",
+    "targets": Targets(9.0, 9.0),
+    "devices": (1,),
+    "pace": "steady",
     "media_hosts": ("images.example",),
     "max_images": 3,
     "max_image_pixels": 1_000,
@@ -71,30 +74,30 @@ NOT_IN_THE_KEY: dict[str, Any] = {
 
 @pytest.mark.parametrize("field", NOT_IN_THE_KEY)
 def test_names_and_targets_are_not_in_the_key(model: ModelToLoad, field: str) -> None:
-    changed = msgspec.structs.replace(model, **{field: NOT_IN_THE_KEY[field]})
+    changed = dataclasses.replace(model, **{field: NOT_IN_THE_KEY[field]})
     assert key_of(changed) == key_of(model)
 
 
 @pytest.mark.parametrize("field", OTHER_VALUES)
 def test_other_settings_are_in_the_key(model: ModelToLoad, field: str) -> None:
-    other = msgspec.structs.replace(model, **{field: OTHER_VALUES[field]})
+    other = dataclasses.replace(model, **{field: OTHER_VALUES[field]})
     assert key_of(other) != key_of(model)
 
 
 def test_options_of_the_api_are_not_in_the_key(model: ModelToLoad) -> None:
-    changed = msgspec.structs.replace(model, engine={"tool_call_parser": "hermes"})
+    changed = dataclasses.replace(model, engine={"tool_call_parser": "hermes"})
     assert key_of(changed) == key_of(model)
 
 
 def test_every_setting_is_tried() -> None:
     tried = {"path", *NOT_IN_THE_KEY, *OTHER_VALUES}
-    assert set(ModelToLoad.__struct_fields__) == tried
+    assert {one.name for one in dataclasses.fields(ModelToLoad)} == tried
 
 
 def test_the_path_is_in_the_key(model: ModelToLoad, checkpoint: Path) -> None:
     before = key_of(model)
     moved = checkpoint.rename(checkpoint.with_name("moved"))
-    assert key_of(msgspec.structs.replace(model, path=str(moved))) != before
+    assert key_of(dataclasses.replace(model, path=str(moved))) != before
 
 
 def test_engine_device_page_and_format_are_in_the_key(
@@ -171,7 +174,7 @@ def test_a_checkpoint_that_cannot_be_looked_through(model: ModelToLoad, checkpoi
 async def test_a_key_is_that_of_the_last_look(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = ModelToLoad(name="a", path=str(checkpoint), ttft_s=1.0, tbt_s=0.1)
+    model = ModelToLoad(name=ModelName("a"), source="a", path=str(checkpoint))
     ready = WorkerReady(DeviceFacts(1 << 30, 4096, 1e9), "0.32.0", "emulated")
     keys = SnapshotKeys()
     assert keys.get(SnapshotId("a")) is None

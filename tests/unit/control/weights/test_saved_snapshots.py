@@ -12,7 +12,7 @@ import pytest
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotId
 from gpupoold.control.weights.keys import SnapshotKeys
 from gpupoold.control.weights.saved_snapshots import SavedSnapshots
-from gpupoold.domain import DeviceFacts
+from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 from tests.unit.descriptors import open_descriptors, opened_since
@@ -39,7 +39,7 @@ def snapshot() -> Iterator[CachedSnapshot]:
 
 
 def model(name: str, path: Path) -> ModelToLoad:
-    return ModelToLoad(name=name, path=str(path), ttft_s=1.0, tbt_s=0.1)
+    return ModelToLoad(name=ModelName(name), source="a", path=str(path))
 
 
 async def keep(

@@ -22,14 +22,14 @@ from gpupoold.control.processes.supervised import ProcessHandlers
 from gpupoold.control.workers.process import WorkerProcess
 from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.domain import DeviceFacts
+from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.errors import Failed, TimedOut
 from gpupoold.system.activity import Activity, ActivityPage, ThreadPhase
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import AsyncChannel
 
 TIMEOUT_S = 20
-MODEL = m.ModelToLoad(name="llama", path="/models/llama", ttft_s=1.0, tbt_s=0.1)
+MODEL = m.ModelToLoad(name=ModelName("llama"), source="a", path="/models/llama")
 
 
 class Played:

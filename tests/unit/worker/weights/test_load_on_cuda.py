@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the engine is not installed")
 
+from gpupoold.domain import ModelName  # noqa: E402
 from gpupoold.memory.address_ranges import AddressRange  # noqa: E402
 from gpupoold.memory.cuda.device import CudaDevice  # noqa: E402
 from gpupoold.memory.cuda.driver import CudaError  # noqa: E402
@@ -227,4 +228,4 @@ def test_a_tensor_over_a_pointer_is_the_memory_there() -> None:
 
 
 def _model(path: Path, dtype: str) -> ModelToLoad:
-    return ModelToLoad(name="model", path=str(path), dtype=dtype, ttft_s=1.0, tbt_s=0.1)
+    return ModelToLoad(name=ModelName("model"), source="a", path=str(path), dtype=dtype)

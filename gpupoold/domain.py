@@ -199,14 +199,14 @@ class Adapter(AdapterInfo):
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """A registered model as stored in the registry.
+class ModelDescription:
+    """A model as users know the model, with the folder of the checkpoint.
 
     ``source`` is the user's text (a path or a Hugging Face id), ``path`` the resolved local folder.
     ``max_model_len`` None means the checkpoint's own limit. ``engine`` has vLLM's options by name,
     with values as on vLLM's command line. ``devices`` are the devices chosen by hand for its
     engines; empty leaves the choice to the scheduling core. ``pace`` is the pace of streams, see
-    :mod:`gpupoold.units`, empty for none.
+    :mod:`gpupoold.pace`, empty for none.
     """
 
     name: ModelName
@@ -215,13 +215,19 @@ class ModelSpec:
     revision: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
-    targets: Targets = field(default_factory=Targets)
     aliases: tuple[str, ...] = ()
     engine: dict[str, str] = field(default_factory=dict)
     presets: tuple[Preset, ...] = ()
-    adapters: tuple[Adapter, ...] = ()
     devices: tuple[int, ...] = ()
     pace: str = ""
+
+
+@dataclass(frozen=True)
+class ModelSpec(ModelDescription):
+    """A registered model as stored in the registry."""
+
+    targets: Targets = field(default_factory=Targets)
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def further(self) -> tuple[Preset | Adapter, ...]:

@@ -188,7 +188,7 @@ def sim_models(daemon: PrivateDaemon) -> dict[str, SimModel]:
     """The models with the latencies that the daemon has measured."""
     with daemon.client() as client:
         found = client.models()
-    models = {}
+    models: dict[str, SimModel] = {}
     for info in found:
         latency = None if info.latency is None else info.latency.model()
         if latency is not None:

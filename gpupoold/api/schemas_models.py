@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from gpupoold.api.schemas import MAX_DEVICES, Body, ErrorBody, ModelUsage, PaceText
-from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, AdapterInfo, Preset
+from gpupoold.domain import (
+    DEFAULT_TBT_S,
+    DEFAULT_TTFT_S,
+    AdapterInfo,
+    ModelDescription,
+    Targets,
+)
 from gpupoold.latency.stored import StoredLatency
 
 MAX_PEERS = 16
@@ -86,26 +93,18 @@ class FoundInfo(Body):
     reason: str
 
 
-class ModelInfo(Body):
-    """A registered model.
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo(Targets, ModelDescription):
+    """A registered model; once loaded, ``max_model_len`` is the engine's limit.
 
     ``latency`` has the latency measured last, None before; ``latency.model()`` predicts.
     ``latencies`` has the latencies on all kinds of device, also on groups of GPUs. ``usage`` has
     the present memory and requests. ``usage``, the parsers and the chat template are present for a
     single model only. ``tasks`` are vLLM's names of the work that the loaded model does, for
-    example ``generate`` or ``embed``. ``devices`` were chosen by hand for its engines.
+    example ``generate`` or ``embed``.
     """
 
-    name: str
-    source: str
-    path: str
-    revision: str | None
-    dtype: str
-    max_model_len: int | None
-    ttft_s: float
-    tbt_s: float
-    pace: str = ""
-    aliases: list[str]
+    adapters: tuple[AdapterInfo, ...] = ()
     state: str
     error: str
     architecture: str
@@ -113,13 +112,9 @@ class ModelInfo(Body):
     kv_bytes_per_token: int
     created_at: float
     latency: StoredLatency | None = None
-    latencies: list[StoredLatency] = Field(default=[])
+    latencies: tuple[StoredLatency, ...] = ()
     usage: ModelUsage | None = None
-    tasks: list[str] = Field(default=[])
-    engine: dict[str, str] = Field(default={})
-    devices: list[int] = Field(default=[])
-    presets: list[Preset] = Field(default=[])
-    adapters: list[AdapterInfo] = Field(default=[])
+    tasks: tuple[str, ...] = ()
     tool_parser: FoundInfo | None = None
     reasoning_parser: FoundInfo | None = None
     chat_template: FoundInfo | None = None

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import psutil
@@ -25,7 +25,7 @@ from gpupoold.control.configuration import Configuration
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends.frontends import Frontend, Frontends
 from gpupoold.control.models.cache_control import CacheControl
-from gpupoold.control.models.info import chat_fields, model_info
+from gpupoold.control.models.info import model_info, with_parsers
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
@@ -208,8 +208,8 @@ class ControlPlane:
         now = views.usage(
             info.name, info.state, self.dispatcher, memories, engines, self.cache, now_s
         )
-        chat = chat_fields(await self.lifecycle.inspector.parsers(row.spec))
-        return info.model_copy(update={"usage": ModelUsage(**now), **chat})
+        found = await self.lifecycle.inspector.parsers(row.spec)
+        return with_parsers(replace(info, usage=ModelUsage(**now)), found)
 
     def devices(self) -> list[DeviceInfo]:
         limit_of = self.lifecycle.room.limit_bytes

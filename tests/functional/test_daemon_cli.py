@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_models import ModelInfo
@@ -53,7 +54,7 @@ class TestLooking:
 
     def test_show_has_the_measured_latency(self, pool: PrivateDaemon) -> None:
         shown = [cli(pool, "show", name, "--json").stdout for name in MODELS]
-        models = [ModelInfo.model_validate_json(text) for text in shown]
+        models = [TypeAdapter(ModelInfo).validate_json(text) for text in shown]
         assert all(model.latency and model.latency.dtype == "float32" for model in models)
         # Other work on the machine may spoil the fits.
         measured = [model for model in models if is_well_measured(model)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from gpupool_state import ModelRow
 from gpupoold.api.schemas_models import FoundInfo, ModelInfo
@@ -20,21 +20,11 @@ def model_info(
     ``loaded`` has the facts of the engines, None before the first load.
     """
     spec = row.spec
+    described = vars(spec) | {"max_model_len": row.loaded_max_model_len or spec.max_model_len}
+    targets = asdict(described.pop("targets"))
     return ModelInfo(
-        name=spec.name,
-        source=spec.source,
-        path=spec.path,
-        revision=spec.revision,
-        dtype=spec.dtype,
-        max_model_len=row.loaded_max_model_len or spec.max_model_len,
-        ttft_s=spec.targets.ttft_s,
-        tbt_s=spec.targets.tbt_s,
-        pace=spec.pace,
-        aliases=list(spec.aliases),
-        engine=spec.engine,
-        devices=list(spec.devices),
-        presets=list(spec.presets),
-        adapters=list(spec.adapters),
+        **described,
+        **targets,
         state=(state or row.state).value,
         error=row.error,
         architecture=row.architecture,
@@ -42,15 +32,16 @@ def model_info(
         kv_bytes_per_token=row.kv_bytes_per_token,
         created_at=row.created_at,
         latency=latency_on(row.profiles),
-        latencies=latencies_of(row.profiles),
-        tasks=[] if loaded is None else list(loaded.supported_tasks),
+        latencies=tuple(latencies_of(row.profiles)),
+        tasks=() if loaded is None else loaded.supported_tasks,
     )
 
 
-def chat_fields(found: FoundParsers) -> dict[str, FoundInfo]:
-    """Return the fields of a body that tell a model's parsers and chat template."""
-    return {
-        "tool_parser": FoundInfo(**asdict(found.tool)),
-        "reasoning_parser": FoundInfo(**asdict(found.reasoning)),
-        "chat_template": FoundInfo(**asdict(found.chat_template)),
-    }
+def with_parsers(info: ModelInfo, found: FoundParsers) -> ModelInfo:
+    """Return the body with a model's parsers and chat template."""
+    return replace(
+        info,
+        tool_parser=FoundInfo(**asdict(found.tool)),
+        reasoning_parser=FoundInfo(**asdict(found.reasoning)),
+        chat_template=FoundInfo(**asdict(found.chat_template)),
+    )

@@ -20,7 +20,7 @@ from gpupoold.checkpoints.survey import CheckpointSurvey
 from gpupoold.config.schema import Settings
 from gpupoold.control.access.membership import read_secret
 from gpupoold.control.models.divisions import Divisions
-from gpupoold.control.models.info import chat_fields
+from gpupoold.control.models.info import with_parsers
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.specs import checked_info, spec_of
@@ -105,7 +105,7 @@ class Intake(ModelPart):
     async def preview(self, checked_at: float) -> ModelInfo:
         """Return the model's body for a request with ``check_only``."""
         info = checked_info(self.spec, self._survey.info, self.weight_bytes, checked_at)
-        return info.model_copy(update=chat_fields(await self._inspector.parsers(self.spec)))
+        return with_parsers(info, await self._inspector.parsers(self.spec))
 
     async def _checked(
         self, path: Path, source: str, *, may_be_remote: bool = False

@@ -29,7 +29,7 @@ from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
 
 def test_reading(daemon: FakeDaemon, client: AdminClient) -> None:
-    model = daemon.add("org/a b?#%", aliases=["a"])
+    model = daemon.add("org/a b?#%", aliases=("a",))
     daemon.switches = [samples.switch("a", None)]
     assert client.status().state == "ready"
     assert client.models() == [model]
@@ -66,9 +66,9 @@ def test_an_error_instead_of_a_stream_is_raised(daemon: FakeDaemon, client: Admi
 
 
 def test_changing_and_removing(daemon: FakeDaemon, client: AdminClient) -> None:
-    daemon.add("q", aliases=["a"])
+    daemon.add("q", aliases=("a",))
     changed = client.set_model("a", SetModelRequest(ttft_s=2.0, add_aliases=["b"]))
-    assert (changed.ttft_s, changed.tbt_s, changed.aliases) == (2.0, 0.1, ["a", "b"])
+    assert (changed.ttft_s, changed.tbt_s, changed.aliases) == (2.0, 0.1, ("a", "b"))
     daemon.live["q"] = 1
     with pytest.raises(Refused):
         client.remove_model("b")
@@ -79,7 +79,7 @@ def test_changing_and_removing(daemon: FakeDaemon, client: AdminClient) -> None:
 
 def test_the_cache(daemon: FakeDaemon, client: AdminClient) -> None:
     daemon.add("org/a b?#%")
-    daemon.add("q", aliases=["chat"])
+    daemon.add("q", aliases=("chat",))
     assert [model.name for model in client.cache().models] == ["org/a b?#%", "q"]
     assert client.pin("org/a b?#%").is_pinned
     assert [model.is_pinned for model in client.cache().models] == [True, False]

@@ -167,7 +167,7 @@ class FakeDaemon:
 
     def add(self, name: str, **changes: Any) -> ModelInfo:
         """Register a model at once."""
-        model = samples.model(name).model_copy(update=changes)
+        model = replace(samples.model(name), **changes)
         self.models[name] = model
         return model
 
@@ -263,7 +263,7 @@ def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         model = daemon.find(name)
         if any(number > 1 for number in body.devices):
             raise no_such_device(2, 2)
-        return daemon.add(model.name, devices=body.devices)
+        return daemon.add(model.name, devices=tuple(body.devices))
 
     @app.post("/models")
     async def add_model(body: AddModelRequest) -> Response:
@@ -278,8 +278,8 @@ def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
         model = daemon.find(name)
         kept = [alias for alias in model.aliases if alias not in body.remove_aliases]
         changes = body.model_dump(include={"ttft_s", "tbt_s"}, exclude_none=True)
-        changes["aliases"] = kept + body.add_aliases
-        daemon.models[model.name] = model.model_copy(update=changes)
+        changes["aliases"] = (*kept, *body.add_aliases)
+        daemon.models[model.name] = replace(model, **changes)
         return daemon.models[model.name]
 
     @app.delete("/models/{name:path}")
@@ -290,8 +290,8 @@ def _add_model_routes(app: FastAPI, daemon: FakeDaemon) -> None:
                 raise Refused(f"model {model.name!r} has live requests", "use --drain or --force")
             await asyncio.sleep(POLL_S)
         if name != model.name and name not in model.aliases:
-            presets = [one for one in model.presets if one.name != name]
-            adapters = [one for one in model.adapters if one.name != name]
+            presets = tuple(one for one in model.presets if one.name != name)
+            adapters = tuple(one for one in model.adapters if one.name != name)
             return daemon.add(model.name, presets=presets, adapters=adapters)
         return daemon.models.pop(model.name)
 
@@ -352,7 +352,9 @@ async def _adding(daemon: FakeDaemon, body: AddModelRequest) -> AsyncIterator[st
         step = Progress(stage="download", done_bytes=done, total_bytes=_WEIGHT_BYTES)
         yield line_of(step.model_copy(update={"bytes_per_s": float(1 << 26)}))
         await asyncio.sleep(daemon.download_pause_s)
-    changes = body.model_dump(exclude={"name", "check_only", "detach", "source"})
+    given = {"revision", "dtype", "max_model_len", "ttft_s", "tbt_s", "engine", "pace"}
+    changes = body.model_dump(include=given)
+    changes |= {"aliases": tuple(body.aliases), "devices": tuple(body.devices)}
     if body.detach:
         yield line_of(Progress(stage="check"))
         yield line_of(Progress(stage="detached"))

@@ -12,7 +12,7 @@ from gpupoold.api.schemas_config import ConfigInfo, EffectName, SettingInfo
 from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.api.schemas_top import TopModel, TurnInfo
-from gpupoold.domain import Event, Folder, Switch
+from gpupoold.domain import Event, Folder, ModelName, Switch
 from gpupoold.latency.stored import StoredFit, StoredLatency
 
 GIB = 1024**3
@@ -31,7 +31,7 @@ LATENCY = StoredLatency(
 def model(name: str) -> ModelInfo:
     """A registered 7B model."""
     return ModelInfo(
-        name=name,
+        name=ModelName(name),
         source=f"org/{name}",
         path=f"/models/{name}",
         revision=None,
@@ -39,7 +39,6 @@ def model(name: str) -> ModelInfo:
         max_model_len=4096,
         ttft_s=10.0,
         tbt_s=0.1,
-        aliases=[],
         state="ready",
         error="",
         architecture="Qwen2ForCausalLM",

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from gpupool_cli.progress import ProgressView
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
@@ -127,7 +128,7 @@ def test_a_long_download_is_told_every_few_seconds(capsys: pytest.CaptureFixture
 def test_json(daemon: FakeDaemon, cli: Cli, options: list[str]) -> None:
     result = cli("add-model", "q", "--json", *options)
     assert result.exit_code == 0
-    model = ModelInfo.model_validate_json(result.stdout)
+    model = TypeAdapter(ModelInfo).validate_json(result.stdout)
     assert (model.name, model.architecture) == ("q", "Qwen2ForCausalLM")
     assert list(daemon.models) == ([] if options else ["q"])
 

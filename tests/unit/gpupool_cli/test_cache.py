@@ -38,7 +38,7 @@ def test_ls_without_saved_snapshots(
 
 
 def test_pin_and_unpin(daemon: FakeDaemon, cli: Cli) -> None:
-    daemon.add("a", aliases=["chat"])
+    daemon.add("a", aliases=("chat",))
     done = cli("cache", "pin", "chat")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "a: pinned\n")
     assert daemon.snapshot("a").is_pinned

@@ -151,7 +151,7 @@ def test_tables_on_a_terminal_are_drawn(daemon: FakeDaemon, environment: dict[st
 def test_a_table_wider_than_the_terminal_loses_nothing(
     daemon: FakeDaemon, environment: dict[str, str]
 ) -> None:
-    daemon.add("a-rather-long-name-of-a-model", aliases=["its-alias"])
+    daemon.add("a-rather-long-name-of-a-model", aliases=("its-alias",))
     shown = _on_a_terminal(["list"], environment | {"COLUMNS": "30"})
     assert "a-rather-long-name-of-a-model" in shown
     assert "its-alias" in shown

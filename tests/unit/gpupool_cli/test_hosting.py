@@ -19,21 +19,21 @@ def test_by_hand_and_back(daemon: FakeDaemon, cli: Cli) -> None:
     usage = daemon.find("a").usage
     done = cli("host", "a", "0", "1")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "a: on no device; by hand: 0, 1\n")
-    assert daemon.find("a").devices == [0, 1]
-    daemon.add("a", usage=usage, devices=[0])
+    assert daemon.find("a").devices == (0, 1)
+    daemon.add("a", usage=usage, devices=(0,))
     assert "engines" in cli("show", "a").stdout
     assert "device 0 (1 GiB); by hand: 0" in cli("show", "a").stdout
     assert cli("host", "a", "--auto").stderr == "a: on no device; chosen by the scheduler\n"
-    assert daemon.find("a").devices == []
+    assert daemon.find("a").devices == ()
 
 
 @pytest.mark.parametrize("arguments", [("a",), ("a", "0", "--auto"), ("a", "x"), ("a", "2")])
 def test_what_cannot_be_understood_changes_nothing(
     daemon: FakeDaemon, cli: Cli, arguments: tuple[str, ...]
 ) -> None:
-    daemon.add("a", devices=[1])
+    daemon.add("a", devices=(1,))
     assert cli("host", *arguments).exit_code == 2
-    assert daemon.find("a").devices == [1]
+    assert daemon.find("a").devices == (1,)
 
 
 def test_a_model_that_there_is_not(cli: Cli) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
 import pytest
+from pydantic import TypeAdapter
 
 from gpupoold.api.schemas import DraftUsage
 from gpupoold.api.schemas_models import FoundInfo, ModelInfo, SetModelRequest
@@ -18,7 +18,7 @@ from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
 @pytest.mark.parametrize("verb", ["list", "ls"])
 def test_list_is_aligned_text_without_boxes(daemon: FakeDaemon, cli: Cli, verb: str) -> None:
-    daemon.add("qwen-7b", aliases=["q", "best"])
+    daemon.add("qwen-7b", aliases=("q", "best"))
     daemon.add("a", state="failed", weight_bytes=0, ttft_s=0.5)
     assert cli(verb).stdout.splitlines() == [
         "NAME     STATE    TTFT    TBT  DTYPE       SIZE  ALIASES",
@@ -29,9 +29,7 @@ def test_list_is_aligned_text_without_boxes(daemon: FakeDaemon, cli: Cli, verb: 
 
 def test_list_as_json_is_one_document(daemon: FakeDaemon, cli: Cli) -> None:
     model = daemon.add("a")
-    assert [
-        ModelInfo.model_validate(item) for item in json.loads(cli("list", "--json").stdout)
-    ] == [model]
+    assert TypeAdapter(list[ModelInfo]).validate_json(cli("list", "--json").stdout) == [model]
 
 
 def test_list_quiet_is_names_only(daemon: FakeDaemon, cli: Cli) -> None:
@@ -53,12 +51,12 @@ def test_list_refuses_two_formats(daemon: FakeDaemon, cli: Cli) -> None:
 
 @pytest.mark.parametrize("name", ["org/qwen 7b?#%", "q"])
 def test_show_by_name_and_alias(daemon: FakeDaemon, cli: Cli, name: str) -> None:
-    model = daemon.add("org/qwen 7b?#%", aliases=["q"])
+    model = daemon.add("org/qwen 7b?#%", aliases=("q",))
     result = cli("show", name)
     assert "name          org/qwen 7b?#%\n" in result.stdout
     assert "kv per token  56 KiB\n" in result.stdout
     assert "error" not in result.stdout
-    assert ModelInfo.model_validate_json(cli("show", name, "--json").stdout) == model
+    assert TypeAdapter(ModelInfo).validate_json(cli("show", name, "--json").stdout) == model
 
 
 def test_show_tells_of_a_shared_cache(daemon: FakeDaemon, cli: Cli) -> None:
@@ -92,7 +90,7 @@ def test_show_tells_what_was_measured(daemon: FakeDaemon, cli: Cli) -> None:
         "switch": "300ms for all weights (50 GiB/s)",
     }
     assert "decode step" not in cli("show", "a").stdout  # no fit: nothing is made up
-    assert ModelInfo.model_validate_json(cli("show", "a", "--json").stdout) == model
+    assert TypeAdapter(ModelInfo).validate_json(cli("show", "a", "--json").stdout) == model
 
 
 def test_show_tells_of_drafts(daemon: FakeDaemon, cli: Cli) -> None:
@@ -113,7 +111,7 @@ def test_show_of_an_unknown_model(daemon: FakeDaemon, cli: Cli) -> None:
 
 
 def test_set_changes_only_what_is_given(daemon: FakeDaemon, cli: Cli) -> None:
-    daemon.add("a", aliases=["old", "kept"])
+    daemon.add("a", aliases=("old", "kept"))
     result = cli("set", "a", "--tbt", "50ms", "--add-alias", "new", "--remove-alias", "old")
     assert daemon.requests == [
         SetModelRequest(tbt_s=0.05, add_aliases=["new"], remove_aliases=["old"])
@@ -147,11 +145,11 @@ def test_rm_goes_on_after_a_failure_and_reports_the_first(daemon: FakeDaemon, cl
 
 def test_rm_says_what_went(daemon: FakeDaemon, cli: Cli) -> None:
     """A preset goes without its model, whose state is the answer; an alias goes with its model."""
-    daemon.add("llama", aliases=["plain"])
+    daemon.add("llama", aliases=("plain",))
     assert cli("rm", "plain").stderr == "llama (alias plain): removed\n"
     preset = Preset(name="plain", defaults={})
     adapter = AdapterInfo(name="org/sql:v1", source="s", path="p")
-    daemon.add("llama", presets=[preset], adapters=[adapter])
+    daemon.add("llama", presets=(preset,), adapters=(adapter,))
     assert cli("rm", "plain").stderr == "plain: removed\n"
     assert cli("rm", "org/sql:v1").stderr == "org/sql:v1: removed\n"
     assert list(daemon.models) == ["llama"]

@@ -8,7 +8,7 @@ from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 
 
 def test_unload_says_what_it_freed(daemon: FakeDaemon, cli: Cli) -> None:
-    daemon.add("q", aliases=["chat"])
+    daemon.add("q", aliases=("chat",))
     result = cli("unload", "chat")
     assert result.exit_code == 0
     assert result.stderr == "q: freed 15 GiB on devices, 15 GiB of host memory\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from pydantic import TypeAdapter
 
 from gpupool_state import ModelRow, ProfilePhase
 from gpupoold.api.schemas_models import ModelInfo
@@ -100,7 +101,10 @@ def test_only_the_same_circumstances_count() -> None:
     assert not is_profiled(replace(row, spec=replace(SPEC, revision="v2")), A10)
 
 
+_ADAPTER = TypeAdapter(ModelInfo)
+
+
 def test_the_admin_api_carries_it() -> None:
-    info = ModelInfo.model_validate_json(model_info(measured_on(A10)).model_dump_json())
+    info = _ADAPTER.validate_json(_ADAPTER.dump_json(model_info(measured_on(A10))))
     assert info.latency == latency_on(measured_on(A10).profiles)
     assert model_info(ROW).latency is None

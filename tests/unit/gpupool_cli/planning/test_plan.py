@@ -191,7 +191,7 @@ class TestDaemon:
             bandwidth_bytes_per_s=2e10,
             decode=decode,
         )
-        daemon.add(name, latency=latency, latencies=[latency])
+        daemon.add(name, latency=latency, latencies=(latency,))
 
     def test_registered_and_recorded(self, daemon: FakeDaemon, cli: Cli) -> None:
         self.measured(daemon, "qwen")

@@ -271,6 +271,24 @@ class BatchRecord:
     ended_at: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FittedLaw:
+    """A law of :mod:`gpupoold.latency` by name, with its constants and the quality of the fit.
+
+    ``r_squared`` and the relative errors are 0 for a law without a fit, ``hidden_size`` and
+    ``intermediate_size`` where not needed.
+    """
+
+    law: str
+    constants: tuple[float, ...]
+    r_squared: float = 0.0
+    mean_relative_error: float = 0.0
+    p90_relative_error: float = 0.0
+    num_points: int = 1
+    hidden_size: int = 0
+    intermediate_size: int = 0
+
+
 SWITCH_STAGES = ("evict", "map", "weights", "kv")
 
 WarmSource = Literal["resident", "prefetched", "host_cached"]

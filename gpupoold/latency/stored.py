@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+from gpupoold.domain import FittedLaw
 from gpupoold.latency.errors import DataError
 from gpupoold.latency.fit import Fit
 from gpupoold.latency.models import (
@@ -26,20 +27,8 @@ LawT = TypeVar("LawT", bound=Law[Any])
 
 
 @dataclass(frozen=True, slots=True)
-class StoredFit:
-    """A model's name, constants, dimensions if needed, and fit quality.
-
-    ``r_squared`` and the relative errors are those of ``FitQuality``.
-    """
-
-    law: str
-    constants: tuple[float, ...]
-    r_squared: float
-    mean_relative_error: float
-    p90_relative_error: float
-    num_points: int
-    hidden_size: int = 0
-    intermediate_size: int = 0
+class StoredFit(FittedLaw):
+    """A fitted law of prefills or decode steps; the quality is that of ``FitQuality``."""
 
     @classmethod
     def of(cls, fit: Fit[Any]) -> Self:

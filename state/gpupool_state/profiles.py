@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from gpupool_state.writer import Source, Transaction
+from gpupoold.domain import FittedLaw
 
 
 class ProfilePhase(StrEnum):
@@ -19,14 +20,12 @@ class ProfilePhase(StrEnum):
     SWITCH = "switch"
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRow(FittedLaw):
     """The measured latency of a model in one phase on one kind of device.
 
-    ``device`` is the name of the kind of device, ``dtype`` the type of the weights. ``law`` and
-    ``constants`` are the fitted function, as in ``gpupoold.latency``; a switch has only bytes per
-    second. ``hidden_size`` and ``intermediate_size`` are 0 where not needed. ``r_squared`` and the
-    relative errors are None without a fit. ``measured_at`` is in wall-clock seconds.
+    ``device`` is the name of the kind of device, ``dtype`` the type of the weights. The constant of
+    a switch is in bytes per second, without a fit. ``measured_at`` is in wall-clock seconds.
     """
 
     device: str
@@ -34,14 +33,6 @@ class ProfileRow:
     engine_version: str
     revision: str | None
     dtype: str
-    law: str
-    constants: tuple[float, ...]
-    hidden_size: int
-    intermediate_size: int
-    r_squared: float | None
-    mean_relative_error: float | None
-    p90_relative_error: float | None
-    num_points: int
     measured_at: float
 
 

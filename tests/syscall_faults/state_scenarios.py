@@ -74,10 +74,18 @@ class ModelChanged(ModelAdded):
 
     async def act(self) -> None:
         rows = [
-            ProfileRow("emulated", phase, "0.32.0", "main", "float32", "Law", (1.0, 2.0), 64, 128,
-                       0.9, 0.1, 0.2, 30, 2.0)
+            ProfileRow(
+                law="Law",
+                constants=(1.0, 2.0),
+                device="emulated",
+                phase=phase,
+                engine_version="0.32.0",
+                revision="main",
+                dtype="float32",
+                measured_at=2.0,
+            )
             for phase in ProfilePhase
-        ]  # fmt: skip
+        ]
         await self.registry.set_profiles("a", rows)
 
 

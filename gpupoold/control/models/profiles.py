@@ -6,7 +6,7 @@ Also decides whether a model must be profiled.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 from gpupool_state import ModelRow, ProfilePhase, ProfileRow
 from gpupoold.latency.models import LatencyModel, SwitchModel
@@ -45,12 +45,6 @@ def profile_rows(
         dtype=loaded.dtype,
         law=SwitchModel.__name__,
         constants=(ready.facts.bandwidth_bytes_per_s,),
-        hidden_size=0,
-        intermediate_size=0,
-        r_squared=None,
-        mean_relative_error=None,
-        p90_relative_error=None,
-        num_points=1,
         measured_at=measured_at,
     )
     fits = ((ProfilePhase.PREFILL, measured.prefill), (ProfilePhase.DECODE, measured.decode))
@@ -102,13 +96,4 @@ def latency_model_of(row: ModelRow, device: str | None = None) -> LatencyModel |
 
 
 def _fit(row: ProfileRow) -> StoredFit:
-    return StoredFit(
-        law=row.law,
-        constants=row.constants,
-        r_squared=row.r_squared or 0.0,
-        mean_relative_error=row.mean_relative_error or 0.0,
-        p90_relative_error=row.p90_relative_error or 0.0,
-        num_points=row.num_points,
-        hidden_size=row.hidden_size,
-        intermediate_size=row.intermediate_size,
-    )
+    return StoredFit(**{one.name: getattr(row, one.name) for one in fields(StoredFit)})

@@ -34,9 +34,9 @@ SWITCH = replace(
     phase=ProfilePhase.SWITCH,
     law="SwitchModel",
     constants=(2.5e10,),
-    r_squared=None,
-    mean_relative_error=None,
-    p90_relative_error=None,
+    r_squared=0.0,
+    mean_relative_error=0.0,
+    p90_relative_error=0.0,
     num_points=1,
 )
 ROWS = (DECODE, PREFILL, SWITCH)

@@ -73,13 +73,8 @@ async def build_control_plane(
     operations = WorkerOperations(settings.limits, dispatcher, supervisor.workers)
     cache_control = CacheControl(parts, lifecycle, cache, snapshots.host_budget, saved)
     return ControlPlane(
-        settings=settings,
-        registry=registry,
-        history=history,
-        fleet=fleet,
-        dispatcher=dispatcher,
+        *(settings, registry, history, fleet, dispatcher, supervisor),
         forks=forks,
-        supervisor=supervisor,
         frontends=frontends,
         lifecycle=lifecycle,
         cache=cache,

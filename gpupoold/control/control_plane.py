@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 import psutil
 
-from gpupool_state import History, ModelRow, Registry
+from gpupool_state import ModelRow
 from gpupoold import __version__
 from gpupoold.api.schemas import DeviceInfo, ModelUsage, Status
 from gpupoold.api.schemas_models import ModelInfo
-from gpupoold.config.schema import Settings
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.access.membership import FleetMembership
 from gpupoold.control.accounting.model_stats import Minutes
@@ -27,6 +26,7 @@ from gpupoold.control.frontends.frontends import Frontend, Frontends
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.info import model_info, with_parsers
 from gpupoold.control.models.lifecycle import ModelLifecycle
+from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.processes.crash_attribution import Death
 from gpupoold.control.processes.forks import ForkServer
 from gpupoold.control.processes.supervised import ProcessHandlers, Supervised, Watchdog
@@ -106,16 +106,10 @@ class Health:
 
 
 @dataclass(slots=True)
-class ControlPlane:
-    """The parts of the control plane, see :func:`gpupoold.control.build.build_control_plane`."""
+class ControlPlane(ControlParts):
+    """All parts of the control plane, see :func:`gpupoold.control.build.build_control_plane`."""
 
-    settings: Settings
-    registry: Registry
-    history: History
-    fleet: Fleet
-    dispatcher: Dispatcher
     forks: ForkServer
-    supervisor: WorkerSupervisor
     frontends: Frontends
     lifecycle: ModelLifecycle
     cache: SnapshotCache

@@ -15,7 +15,7 @@ from gpupoold.errors import Refused, TimedOut
 _DRAIN_POLL_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ControlParts:
     """The parts of the control plane below the models."""
 

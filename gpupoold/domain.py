@@ -86,9 +86,6 @@ class Priority(StrEnum):
 BACKGROUND_TTFT_S = 86_400.0
 """TTFT target of requests in batches, whose deadlines are hours."""
 
-KEY_BYTES_SHARE = 0.5
-"""Largest share of the bytes in flight for one API key, so that no key blocks all others."""
-
 
 class FinishReason(StrEnum):
     """The reason for the end of a request, in the history."""
@@ -115,29 +112,6 @@ class FinalFailure(StrEnum):
         if self is FinalFailure.GRAMMAR:
             return HTTPStatus.BAD_REQUEST
         return HTTPStatus.UNPROCESSABLE_ENTITY
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyPowers:
-    """An API key's rights and limits; a limit of None means no limit.
-
-    ``models`` is None for all models, and an empty tuple for a key that can only read the metrics.
-    ``max_live`` bounds waiting and running requests. ``expires_at`` is in wall-clock seconds.
-    ``pace`` is the pace of streams, empty for the model's.
-    """
-
-    models: tuple[str, ...] | None = None
-    priority: Priority = Priority.NORMAL
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_live: int | None = None
-    expires_at: float | None = None
-    pace: str = ""
-
-    @property
-    def is_rate_limited(self) -> bool:
-        """True if each request needs permission by the daemon."""
-        return self.requests_per_minute is not None or self.tokens_per_minute is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, PaceOption, complete_model_name, model_name
 from gpupool_cli.output import columns
 from gpupool_cli.session import open_client, socket_path_of
-from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo, NewKey, PriorityName, SetKeyRequest
+from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo, NewKey, SetKeyRequest
+from gpupoold.api_keys import KeyPriority
 from gpupoold.errors import UsageError
 from gpupoold.units import format_duration, parse_duration_s
 
@@ -127,7 +128,7 @@ def add(
         raise UsageError("--model and --metrics-only exclude each other", "give one of the two")
     request = AddKeyRequest(
         name=name,
-        models=[] if metrics_only else model or None,
+        models=() if metrics_only else tuple(model) if model else None,
         priority=_priority(priority) or "normal",
         requests_per_minute=requests_per_minute or None,
         tokens_per_minute=tokens_per_minute or None,
@@ -189,7 +190,7 @@ def set_key(
     if model and all_models:
         raise UsageError("--model and --all-models exclude each other", "give one of the two")
     request = SetKeyRequest(
-        models=model or None,
+        models=tuple(model) if model else None,
         all_models=all_models,
         priority=_priority(priority),
         requests_per_minute=requests_per_minute,
@@ -262,7 +263,7 @@ def _print_new(new: NewKey, as_json: bool) -> None:
         output.print_line(new.text)
 
 
-def _priority(text: str | None) -> PriorityName | None:
+def _priority(text: str | None) -> KeyPriority | None:
     match text:
         case None | "high" | "normal" | "low":
             return text

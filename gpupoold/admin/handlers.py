@@ -55,13 +55,14 @@ from gpupoold.api.schemas_models import (
 )
 from gpupoold.api.schemas_top import CancelledRequest, Unloaded
 from gpupoold.api.schemas_usage import UsageInfo
+from gpupoold.api_keys import KeyFacts, KeyPowers
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.models.info import model_info
 from gpupoold.control.views.fleet import fleet_models
 from gpupoold.control.views.spans import ModelSums, Spans, span_s
 from gpupoold.control.views.usage import usage_info
-from gpupoold.domain import Event, KeyPowers, Priority, RemoveMode, RequestRecord, Role, Switch
+from gpupoold.domain import Event, RemoveMode, RequestRecord, Role, Switch
 from gpupoold.errors import Failed, GpupoolError, UsageError
 from gpupoold.logs.files import old_file
 from gpupoold.metrics.exposition import CONTENT_TYPE, Exporter
@@ -355,10 +356,11 @@ class Handlers:
         return self._key_info(await self._control.keyring.revoke(name))
 
     def _key_info(self, row: KeyRow) -> KeyInfo:
-        powers, left = dataclasses.asdict(row.powers), self._control.keyring.left(row)
-        known = powers | {"requests_left": left.requests, "tokens_left": left.tokens}
-        others = {name: getattr(row, name) for name in KeyInfo.model_fields.keys() - known.keys()}
-        return KeyInfo.model_validate(known | others)
+        left = self._control.keyring.left(row)
+        facts = {one.name: getattr(row, one.name) for one in dataclasses.fields(KeyFacts)}
+        return KeyInfo(
+            **facts, **vars(row.powers), requests_left=left.requests, tokens_left=left.tokens
+        )
 
     async def fleet_report(self) -> FleetReport:
         control = self._control
@@ -454,25 +456,14 @@ def _batch_info(row: BatchRow, names: Mapping[str, str]) -> BatchInfo:
 
 
 def _powers(body: AddKeyRequest) -> KeyPowers:
-    values = {one.name: getattr(body, one.name) for one in dataclasses.fields(KeyPowers)}
-    models = None if body.models is None else tuple(body.models)
-    return KeyPowers(**values | {"models": models, "priority": Priority(body.priority)})
+    return KeyPowers(**{one.name: getattr(body, one.name) for one in dataclasses.fields(KeyPowers)})
 
 
 def _changed(powers: KeyPowers, body: SetKeyRequest) -> KeyPowers:
     """Return ``powers`` with the values that the body gives; 0 removes a limit."""
-    changes: dict[str, Any] = {"models": None} if body.all_models else {}
-    if body.models is not None:
-        changes["models"] = tuple(body.models)
-    if body.priority is not None:
-        changes["priority"] = Priority(body.priority)
-    for name in ("requests_per_minute", "tokens_per_minute", "max_live", "expires_at"):
-        value = getattr(body, name)
-        if value is not None:
-            changes[name] = value or None
-    if body.pace is not None:
-        changes["pace"] = body.pace
-    return dataclasses.replace(powers, **changes)
+    given = body.model_dump(exclude={"all_models"}, exclude_none=True)
+    changes = {name: None if value == 0 else value for name, value in given.items()}
+    return dataclasses.replace(powers, **({"models": None} if body.all_models else {}) | changes)
 
 
 def _check_expiry(expires_at: float | None) -> None:

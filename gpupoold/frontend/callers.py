@@ -143,7 +143,7 @@ class Callers:
         """Add the present caller and preset to a message for the daemon."""
         caller, preset = _current.get() or (self._anybody, "")
         if caller.key is not None:
-            message.key_id, message.priority = caller.key.id, caller.key.priority
+            message.key_id, message.priority = caller.key.id, Priority(caller.key.priority)
         if caller.is_batch:
             message.priority = Priority.BACKGROUND
         message.served_name = message.served_name or preset

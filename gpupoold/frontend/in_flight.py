@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
-from gpupoold.domain import KEY_BYTES_SHARE
+from gpupoold.api_keys import KEY_BYTES_SHARE
 from gpupoold.frontend.errors import ApiError, over_rate
 from gpupoold.frontend.request_local import RequestLocal
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpupoold.domain import KeyPowers
+from gpupoold.api_keys import KeyPowers
 from gpupoold.wire.base import Message as Message
 from gpupoold.wire.messages_from_worker import (
     KvTransferUsed as KvTransferUsed,

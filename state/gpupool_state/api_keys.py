@@ -11,34 +11,25 @@ from typing import Any
 
 from gpupool_state.db import Database
 from gpupool_state.writer import Source, Transaction
-from gpupoold.domain import KeyPowers, Priority
+from gpupoold.api_keys import KeyFacts, KeyPowers
 from gpupoold.errors import NoSuchKey, Refused, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/-]{0,63}")
-_KEPT = tuple(one.name for one in fields(KeyPowers))
+_POWERS = tuple(one.name for one in fields(KeyPowers))
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRow:
-    """A stored key; times are wall-clock seconds.
+@dataclass(frozen=True, kw_only=True)
+class KeyRow(KeyFacts):
+    """A stored key.
 
     ``digest`` is the hash of the secret. After a rotation ``previous_digest`` is the hash of the
     former secret, valid until ``previous_until``. The row of a revoked key stays, without hashes,
-    so that the history can show the name. ``num_tokens`` counts prompts and answers.
+    so that the history can show the name.
     """
 
-    id: str
-    name: str
     digest: str
-    powers: KeyPowers
-    created_at: float
     previous_digest: str | None = None
-    previous_until: float | None = None
-    rotated_at: float | None = None
-    revoked_at: float | None = None
-    last_used_at: float | None = None
-    num_requests: int = 0
-    num_tokens: int = 0
+    powers: KeyPowers
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +156,13 @@ def _storable(text: str) -> str:
 
 
 def _columns(powers: KeyPowers) -> dict[str, Any]:
-    values = {column: getattr(powers, column) for column in _KEPT}
     # A space cannot be part of a model's name, so a space can separate the names.
     models = None if powers.models is None else " ".join(powers.models)
-    return values | {"models": models, "priority": powers.priority.value}
+    return vars(powers) | {"models": models}
 
 
 def _key_row(row: sqlite3.Row) -> KeyRow:
     models = None if row["models"] is None else tuple(row["models"].split())
-    kept = {column: row[column] for column in _KEPT}
-    powers = KeyPowers(**kept | {"models": models, "priority": Priority(row["priority"])})
-    others = ("id", "name", "digest", "created_at", "previous_digest", "previous_until")
-    times = ("rotated_at", "revoked_at", "last_used_at", "num_requests", "num_tokens")
-    return KeyRow(powers=powers, **{column: row[column] for column in (*others, *times)})
+    values = dict(row) | {"models": models}
+    powers = KeyPowers(**{name: values.pop(name) for name in _POWERS})
+    return KeyRow(powers=powers, **values)

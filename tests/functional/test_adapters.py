@@ -330,7 +330,7 @@ async def test_refusals_change_nothing(
 
 async def test_a_key_for_an_adapter_is_no_key_for_its_base(daemon: PrivateDaemon) -> None:
     with daemon.client() as client:
-        key = client.add_key(AddKeyRequest(name="for-first", models=["first"]))
+        key = client.add_key(AddKeyRequest(name="for-first", models=("first",)))
     headers = {"Authorization": f"Bearer {key.text}"}
 
     async def can_list_one() -> bool:

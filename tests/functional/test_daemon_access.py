@@ -69,7 +69,7 @@ def test_nobody_gets_in_before_there_is_a_key(box: Box) -> None:
 
 
 async def test_clients_are_refused_in_words_that_they_know(box: Box) -> None:
-    key = box.add("words", models=["one"])
+    key = box.add("words", models=("one",))
     for wrong in ("none", key[:-1] + ("a" if key[-1] != "a" else "b"), key + "a"):
         error = await refusal(box, wrong)
         assert isinstance(error, openai.AuthenticationError)

@@ -149,7 +149,7 @@ async def test_a_node_is_drained(fleet: LocalFleet, spec: Callable[..., FleetSpe
 @pytest.mark.slow
 async def test_a_key_of_the_fleet(fleet: LocalFleet) -> None:
     key = make_key()
-    request = AddKeyRequest(name="web", id=key.id, digest=key.digest, models=["elsewhere"])
+    request = AddKeyRequest(name="web", id=key.id, digest=key.digest, models=("elsewhere",))
 
     def having() -> int:
         return sum(key.id in one.report.key_names for one in fleet.controller.table.nodes)

@@ -14,7 +14,8 @@ from gpupool_state import (
     ProfileRow,
     Registry,
 )
-from gpupoold.domain import KeyPowers, ModelName, ModelSpec, ModelState, Targets
+from gpupoold.api_keys import KeyPowers
+from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import Failed, GpupoolError
 from tests.syscall_faults.injector import Scenario
 

@@ -13,9 +13,10 @@ from gpupool_state import ApiKeys, Database, History, KeyRow, KeyUse, Registry
 from gpupoold.access.bucket import Bucket
 from gpupoold.access.rate_use import RateUse
 from gpupoold.access.secret import make_key
+from gpupoold.api_keys import KeyPowers
 from gpupoold.config.sections import AccessSettings
 from gpupoold.control.accounting.meters import RefusalEvents
-from gpupoold.domain import KeyEvent, KeyPowers, Priority
+from gpupoold.domain import KeyEvent
 from gpupoold.errors import Failed, NoSuchModel
 from gpupoold.wire import messages as m
 
@@ -86,7 +87,7 @@ class Keyring:
     @property
     def has_high(self) -> bool:
         """True if a valid key has high priority."""
-        return any(row.powers.priority is Priority.HIGH for row in self._valid())
+        return any(row.powers.priority == "high" for row in self._valid())
 
     def max_live(self, key_id: str) -> int | None:
         """Return the limit of a key's live requests, None for no limit."""

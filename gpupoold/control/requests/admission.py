@@ -9,11 +9,12 @@ from http import HTTPStatus
 from typing import Literal, Protocol, get_args
 
 from gpupool_state import History
+from gpupoold.api_keys import KEY_BYTES_SHARE
 from gpupoold.config.sections import LimitSettings
 from gpupoold.control.accounting.meters import RefusalEvents
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.live_requests import LiveRequest, LiveRequests, num_bytes_of
-from gpupoold.domain import KEY_BYTES_SHARE, Priority
+from gpupoold.domain import Priority
 from gpupoold.scheduling.state import State
 from gpupoold.scheduling.wait_estimate import Drain, drain_of, first_token_in_s
 from gpupoold.units import format_duration

@@ -177,7 +177,7 @@ async def test_each_question_has_its_own_answer() -> None:
 
 
 def test_request_tells_the_daemon_whose_it_is() -> None:
-    message = Rig(record(priority=Priority.HIGH)).ask("r", 3)
+    message = Rig(record(priority="high")).ask("r", 3)
     assert (message.key_id, message.priority) == (KEY.id, Priority.HIGH)
     message = AddRequest("a", "r", 0.0, 1, 8, [b""])
     rig = Rig(are_required=False)

@@ -150,7 +150,7 @@ def test_models_and_keys_of_the_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("add-model", "m", "--fleet", "--check").exit_code == 2
     key = run("key", "add", "web", "--fleet", "--model", "m")
     assert key.stdout.strip() == "gpk_text"
-    assert keys[0].models == ["m"]
+    assert keys[0].models == ("m",)
     assert json.loads(run("key", "add", "ui", "--fleet", "--json").stdout)["text"] == "gpk_text"
     assert run("key", "rm", "web", "--fleet").exit_code == 0
     changed: list[Any] = []

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from gpupool_state import ApiKeys, Database, History, KeyUse, Registry
-from gpupoold.domain import KeyPowers, ModelName, ModelSpec, Targets
+from gpupoold.api_keys import KeyPowers
+from gpupoold.domain import ModelName, ModelSpec, Targets
 
 SPEC = ModelSpec(
     name=ModelName("llama"),

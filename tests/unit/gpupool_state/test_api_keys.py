@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from gpupool_state import ApiKeys, Database, KeyUse
-from gpupoold.domain import KeyPowers, Priority
+from gpupoold.api_keys import KeyPowers
 from gpupoold.errors import NoSuchKey, Refused, UsageError
 
 pytestmark = pytest.mark.asyncio
 
 POWERS = KeyPowers(
     models=("qwen", "org/llama"),
-    priority=Priority.LOW,
+    priority="low",
     requests_per_minute=60,
     tokens_per_minute=10_000,
     max_live=4,
@@ -100,8 +100,8 @@ async def test_rotation_keeps_the_old_secret_until_it_is_told(keys: ApiKeys, clo
 
 async def test_powers_are_replaced(keys: ApiKeys) -> None:
     await keys.add("Id000001", "web", "digest", POWERS)
-    row = await keys.set("web", KeyPowers(priority=Priority.HIGH))
-    assert row.powers == KeyPowers(priority=Priority.HIGH)
+    row = await keys.set("web", KeyPowers(priority="high"))
+    assert row.powers == KeyPowers(priority="high")
     assert row.digest == "digest"
 
 

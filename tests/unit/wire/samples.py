@@ -66,7 +66,7 @@ PROGRESS = [m.RequestProgress("r1", [1, 2]), m.RequestProgress("r2", [], "stop")
 
 KV_TRANSFER = m.KvTransfer("4242-7", 1, 3, [(0, 1 << 20), (1 << 30, 512)], 45)
 KEY = m.KeyRecord(
-    *("Ab12", "web", "d1", "d2", 1.7e9), models=("a",), priority=Priority.LOW, expires_at=1.8e9
+    *("Ab12", "web", "d1", "d2", 1.7e9), models=("a",), priority="low", expires_at=1.8e9
 )
 MESSAGES: list[m.Message] = [
     m.LoadModel(MODEL, True, "digest"),

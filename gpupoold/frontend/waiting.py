@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -47,27 +47,24 @@ def wants_comments(scope: Scope) -> bool:
     )
 
 
+@dataclass(eq=False)
 class WaitComments:
-    """Asks the daemon about the waiting streams of this frontend; for the event loop."""
+    """Asks the daemon about the waiting streams of this frontend; for the event loop.
 
-    def __init__(
-        self,
-        send: Callable[[msgspec.Struct], None],
-        interval_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``interval_s`` may change at any time; 0 means no comments."""
-        self.interval_s = interval_s
-        self._send = send
-        self._clock = clock
-        self._waiting: dict[str, _Waiting] = {}
-        self._asking: asyncio.Task[None] | None = None
+    ``interval_s`` may change at any time; 0 means no comments.
+    """
+
+    send: Callable[[msgspec.Struct], None]
+    interval_s: float
+    clock: Callable[[], float] = time.monotonic
+    _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
+    _asking: asyncio.Task[None] | None = field(default=None, init=False)
 
     def begin(self, request_id: str, stream: Stream) -> None:
         """A request has been admitted."""
         if not self.interval_s:
             return
-        self._waiting[request_id] = _Waiting(stream, self._clock() + self._every_s)
+        self._waiting[request_id] = _Waiting(stream, self.clock() + self._every_s)
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
 
@@ -98,7 +95,7 @@ class WaitComments:
         """Ask about the streams that are due, as long as requests wait."""
         while self._waiting and self.interval_s:
             await asyncio.sleep(self._every_s / _TICKS)
-            now_s, every_s = self._clock(), self._every_s
+            now_s, every_s = self.clock(), self._every_s
             due = [
                 (name, one)
                 for name, one in self._waiting.items()
@@ -107,7 +104,7 @@ class WaitComments:
             for _, one in due:
                 one.due_s = now_s + every_s
             if due:
-                self._send(AskWaits([name for name, _ in due]))
+                self.send(AskWaits([name for name, _ in due]))
 
 
 def comment_of(wait: RequestWait) -> str:

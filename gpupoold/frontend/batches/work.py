@@ -79,6 +79,7 @@ FindCaller = Callable[[str], Caller | None]
 TellWait = Callable[[BatchRow, str], None]
 
 
+@dataclass(eq=False)
 class BatchWorker:
     """Works on batches; ``ask`` answers one request, ``find_caller`` finds an owner by id.
 
@@ -86,36 +87,26 @@ class BatchWorker:
     batch whose requests begin to wait, and why.
     """
 
-    def __init__(
-        self,
-        store: BatchStore,
-        files: StoredFiles,
-        ask: Ask,
-        find_caller: FindCaller,
-        places: Places,
-        bounds: BatchSettings,
-        tell_wait: TellWait,
-    ) -> None:
-        self._store = store
-        self._files = files
-        self._ask = ask
-        self._find_caller = find_caller
-        self._places = places
-        self._bounds = bounds
-        self._tell_wait = tell_wait
-        self._answering: dict[str, _Batch] = {}
-        self._alone = asyncio.Lock()
-        self._num_ends: dict[tuple[str, int], int] = {}
+    store: BatchStore
+    files: StoredFiles
+    ask: Ask
+    find_caller: FindCaller
+    places: Places
+    bounds: BatchSettings
+    tell_wait: TellWait
+    _answering: dict[str, _Batch] = field(default_factory=dict, init=False)
+    _alone: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _num_ends: dict[tuple[str, int], int] = field(default_factory=dict, init=False)
 
     async def recall(self) -> None:
         """Read which requests were under way when earlier frontends ended; to be called first."""
-        self._num_ends = await self._store.asked()
+        self._num_ends = await self.store.asked()
 
     def why_stop(self, row: BatchRow) -> BatchStatus | None:
         """Return the status in which a batch has to end now, None for a batch that may go on."""
         if row.status == "finalizing":
             return None
-        if row.status == "cancelling" or self._find_caller(row.owner) is None:
+        if row.status == "cancelling" or self.find_caller(row.owner) is None:
             return "cancelled"
         return "expired" if time.time() >= row.expires_at else None
 
@@ -132,14 +123,14 @@ class BatchWorker:
         if end is None and row.status == "in_progress":
             await self._answer_all(row)
             values = {"status": "finalizing", "finalizing_at": int(time.time())}
-            if not await self._store.change(row.id, "in_progress", **values):
+            if not await self.store.change(row.id, "in_progress", **values):
                 return  # cancelled meanwhile
         await self._end(row, end or "completed")
 
     async def _validate(self, row: BatchRow) -> None:
         """Check all lines; the batch begins, or fails."""
-        path = self._files.path(row.input_file_id)
-        checked = check_lines(path, row.endpoint, self._bounds.max_requests)
+        path = self.files.path(row.input_file_id)
+        checked = check_lines(path, row.endpoint, self.bounds.max_requests)
         errors: list[dict[str, object]] = []
         models: dict[str, None] = {}
         num_lines = 0
@@ -156,7 +147,7 @@ class BatchWorker:
             values |= {"status": "failed", "errors": errors[:MAX_ERRORS], "ended_at": now}
         else:
             values |= {"status": "in_progress", "num_requests": num_lines, "in_progress_at": now}
-        await self._store.change(row.id, "validating", **values)
+        await self.store.change(row.id, "validating", **values)
 
     async def _answer_all(self, row: BatchRow) -> None:
         """Answer all requests without a result, in passes over the input file.
@@ -195,17 +186,17 @@ class BatchWorker:
         while True:
             await self._wait_for_room(batch)
             # A line is read with a place only: batches that wait for places take no memory.
-            await self._places.take(row.owner, row.id)
+            await self.places.take(row.owner, row.id)
             try:
                 found = await anext(lines, None)
             except BaseException:
-                self._places.release(row.owner, row.id)
+                self.places.release(row.owner, row.id)
                 raise
             if found is None:
-                self._places.release(row.owner, row.id)
+                self.places.release(row.owner, row.id)
                 return
             task = tasks.create_task(self._answer(batch, *found))
-            task.add_done_callback(lambda _: self._places.release(row.owner, row.id))
+            task.add_done_callback(lambda _: self.places.release(row.owner, row.id))
 
     async def _wait_for_room(self, batch: _Batch) -> None:
         """Return when results of the batch may be stored."""
@@ -217,10 +208,10 @@ class BatchWorker:
                 await asyncio.sleep(_ROOM_S)
 
     async def _has_room(self, owner: str) -> bool:
-        bounds = self._bounds
-        if (await self._store.account(owner)).num_bytes >= bounds.max_key_bytes:
+        bounds = self.bounds
+        if (await self.store.account(owner)).num_bytes >= bounds.max_key_bytes:
             return False
-        return await self._store.num_bytes() < bounds.max_bytes
+        return await self.store.num_bytes() < bounds.max_bytes
 
     async def _note_wait(self, batch: _Batch, reason: str, due_s: float | None = None) -> None:
         """Store why requests wait, and the time of the next try.
@@ -232,9 +223,9 @@ class BatchWorker:
         is_new, batch.waits_because = not batch.waits_because, reason
         next_try_at = None if due_s is None else round(time.time() + due_s - time.monotonic())
         values = {"waits_because": reason, "next_try_at": next_try_at}
-        await self._store.change(batch.row.id, "in_progress", **values)
+        await self.store.change(batch.row.id, "in_progress", **values)
         if is_new:
-            self._tell_wait(batch.row, reason)
+            self.tell_wait(batch.row, reason)
 
     async def _due_lines(self, batch: _Batch) -> AsyncIterator[tuple[int, BatchLine]]:
         """Yield the requests without a result that may be asked now."""
@@ -245,8 +236,8 @@ class BatchWorker:
                 batch.has_skipped = True
 
     async def _open_lines(self, row: BatchRow) -> AsyncIterator[tuple[int, BatchLine]]:
-        done = frozenset(await self._store.done_lines(row.id))
-        lines = lines_of(self._files.path(row.input_file_id), row.endpoint, done)
+        done = frozenset(await self.store.done_lines(row.id))
+        lines = lines_of(self.files.path(row.input_file_id), row.endpoint, done)
         while chunk := await asyncio.to_thread(_take_lines, lines):
             for number, line in chunk:
                 yield number, line
@@ -254,7 +245,7 @@ class BatchWorker:
     async def _answer(self, batch: _Batch, number: int, line: BatchLine) -> None:
         """Ask one request; store the answer if it is the result."""
         row = batch.row
-        caller = self._find_caller(row.owner)
+        caller = self.find_caller(row.owner)
         if caller is None:
             batch.has_skipped = True  # the batch is about to be stopped
             return
@@ -264,13 +255,13 @@ class BatchWorker:
             number, line.model, answer.status, now_s, answer.retry_after_s, answer.reason
         ):
             batch.has_skipped = True
-            await self._store.end_line(row.id, number)
+            await self.store.end_line(row.id, number)
             return
         batch.answered_s = now_s
         if not batch.repeats.reason:
             await self._note_wait(batch, "")
         body = result_line(line.custom_id, answer.status, answer.request_id, answer.body)
-        await self._store.add_result(row.id, ResultRow(number, answer.status >= 400, body))
+        await self.store.add_result(row.id, ResultRow(number, answer.status >= 400, body))
 
     async def _asked(
         self, caller: Caller, row: BatchRow, number: int, line: BatchLine
@@ -283,8 +274,8 @@ class BatchWorker:
         if num_ends >= _MAX_ENDS:
             return _ENDED_FRONTENDS
         async with self._alone if num_ends == _MAX_ENDS - 1 else contextlib.nullcontext():
-            await self._store.begin_line(row.id, number, num_ends + 1)
-            return await self._ask(caller, line.url, line.body)
+            await self.store.begin_line(row.id, number, num_ends + 1)
+            return await self.ask(caller, line.url, line.body)
 
     async def _end(self, row: BatchRow, status: BatchStatus) -> None:
         """Write the files of the results, and end the batch."""
@@ -293,18 +284,16 @@ class BatchWorker:
             await self._results_file(row, "batch_error", status),
         ]
         kept = [one for one in found if one is not None]
-        await self._store.end(row.id, status, int(time.time()), kept)
+        await self.store.end(row.id, status, int(time.time()), kept)
 
     async def _results_file(
         self, row: BatchRow, purpose: str, status: BatchStatus
     ) -> FileRow | None:
         """Write the results that belong into one file; return None without results."""
-        file = await asyncio.to_thread(self._files.begin)
+        file = await asyncio.to_thread(self.files.begin)
         try:
             has_failed, after = purpose == "batch_error", -1
-            while page := await self._store.results(
-                row.id, has_failed=has_failed, after_line=after
-            ):
+            while page := await self.store.results(row.id, has_failed=has_failed, after_line=after):
                 await asyncio.to_thread(file.write_lines, [result.body for result in page])
                 after = page[-1].line
             if status == "expired" and has_failed:

@@ -79,7 +79,8 @@ class Box(Served):
 
     def __init__(self, *, are_required: bool) -> None:
         super().__init__()
-        self.router._batches = Batches()  # type: ignore[assignment]
+        services = dataclasses.replace(self.router.services, batches=Batches())  # type: ignore[arg-type]
+        self.router.services = services
         self.keys = {kind: make_key() for kind in KINDS if kind != "none"}
         self.apis["alpha"].responses.add("r-alpha")
         self.apis["beta"].responses.add("r-beta")

@@ -345,7 +345,7 @@ async def test_a_batch_without_room_for_results_pauses(
     large = rig.files.save(io.BytesIO(b"x" * 9_000))
     await rig.store.add_file(FileRow(large.id, "k", "batch", "large", 9_000, int(time.time())))
     all_bytes, key_bytes = (50_000, 12_000) if is_of_key else (12_000, 50_000)
-    rig.work._bounds = rig.bounds.model_copy(
+    rig.work.bounds = rig.bounds.model_copy(
         update={"max_bytes": all_bytes, "max_key_bytes": key_bytes}
     )
     await rig.begin()

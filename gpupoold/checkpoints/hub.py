@@ -42,13 +42,9 @@ class RangeRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """A file as the hub's answer to ``HEAD`` states it; each fact may be missing.
-
-    ``digest`` is as in :class:`HubFile`.
-    """
+    """A file as the hub's answer to ``HEAD`` states it; each fact may be missing."""
 
     num_bytes: int | None
-    digest: str | None
     xet: XetFileData | None
 
 
@@ -112,7 +108,7 @@ class Hub:
         return info.sha, files
 
     def file_facts(self, commit: str, path: str) -> FileFacts:
-        """Ask for the size, digest and Xet address of a file.
+        """Ask for the size and the Xet address of a file.
 
         Raises:
             Interrupted: try again.
@@ -126,7 +122,7 @@ class Hub:
             stated = get_hf_file_metadata(
                 url, timeout=READ_TIMEOUT_S, library_name="gpupool", endpoint=self.endpoint
             )
-        return FileFacts(stated.size, stated.etag, stated.xet_file_data)
+        return FileFacts(stated.size, stated.xet_file_data)
 
     @contextmanager
     def open_file(

@@ -90,7 +90,7 @@ class PeerHub(Hub):
 
     def file_facts(self, commit: str, path: str) -> FileFacts:
         """Return no facts: the listing has sizes and digests, and a peer has no Xet storage."""
-        return FileFacts(None, None, None)
+        return FileFacts(None, None)
 
     @contextmanager
     def open_file(

@@ -36,7 +36,7 @@ from vllm.v1.executor import Executor
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.media import media_limits
 from gpupoold.engine_options.parsing import default_arguments, parse_options
-from gpupoold.frontend.answer_fields import serve_completed
+from gpupoold.frontend.answer_fields import completing
 from gpupoold.frontend.anthropic_errors import name_errors_of_streams
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
@@ -45,7 +45,7 @@ from gpupoold.frontend.grammars.vetting import GrammarVetting
 from gpupoold.frontend.large_answers import make_large_answers_apart
 from gpupoold.frontend.logprobs import PromptLogprobs, has_logprobs
 from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
-from gpupoold.frontend.mounts import AsgiApp
+from gpupoold.frontend.mounts import Receive, Scope, Send
 from gpupoold.frontend.pool_client import EngineLimits, PoolClient, RequestLost
 from gpupoold.frontend.request_ids import make_engine_id, name_as_requested, name_responses
 from gpupoold.frontend.step_outputs import keep_steps_apart, reads_joined_steps
@@ -207,7 +207,6 @@ class VllmModelApi:
         # vLLM's SageMaker bootstrap has built the stack with all of them already.
         self._app.middleware_stack = None
         self.paths = frozenset(getattr(route, "path", "") for route in self._app.routes)
-        self.app: AsgiApp = functools.partial(serve_completed, self._app)
         self._init_state()
 
     def _init_state(self) -> None:
@@ -232,6 +231,10 @@ class VllmModelApi:
         change_handlers(state, self._llm.model_config)
         # vLLM's error handler stops its server after an error, which must not stop this server.
         state.server = types.SimpleNamespace(should_exit=False)
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run a request in the application; its answer is completed on the way."""
+        await self._app(scope, receive, completing(scope["path"], send))
 
     def push(self, outputs: StepOutputs) -> None:
         if not outputs.frames:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from gpupoold.frontend.mounts import AsgiApp, Receive, Scope, Send
+from gpupoold.frontend.mounts import Send
 
 Object = dict[str, Any]
 Fields = Mapping[str, Any]
@@ -111,11 +111,6 @@ _TABLES: Mapping[str, tuple[Table, Mapping[str, Table]]] = {
     "/v1/messages": (_MESSAGE, _MESSAGE_EVENTS),
     _RESPONSES: (_RESPONSE, _RESPONSE_EVENTS),
 }
-
-
-async def serve_completed(app: AsgiApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run a request in an application whose answers are completed on their way."""
-    await app(scope, receive, completing(scope["path"], send))
 
 
 def completing(path: str, send: Send) -> Send:

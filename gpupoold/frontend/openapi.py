@@ -18,14 +18,15 @@ _INFO = {
     "version": __version__,
     "description": "The model of a request is its `model`, by name or alias.",
 }
+# The summary of each path, and what 503 means, empty without.
 _OWN_PATHS = {
-    "/": "Where the API is.",
-    "/health": "The server runs.",
-    "/ready": "Requests can be served; 503 until then.",
-    "/version": "gpupool's version.",
-    "/metrics": "Counters and gauges for Prometheus, as text.",
-    "/v1/models": "The models, with their states.",
-    "/v1/models/{model}": "One model, by name or alias.",
+    "/": ("Where the API is.", ""),
+    "/health": ("The server runs.", ""),
+    "/ready": ("Requests can be served; 503 until then.", "Not yet."),
+    "/version": ("gpupool's version.", ""),
+    "/metrics": ("Counters and gauges for Prometheus, as text.", "The daemon does not answer."),
+    "/v1/models": ("The models, with their states.", "The server is starting."),
+    "/v1/models/{model}": ("One model, by name or alias.", "The server is starting."),
 }
 # Responses that any request for a model may get, before or after the model's API.
 _REFUSALS = (
@@ -78,15 +79,13 @@ def describe(
 
 
 def _own_paths() -> Iterator[tuple[str, Any]]:
-    for path, summary in _OWN_PATHS.items():
+    for path, (summary, unavailable) in _OWN_PATHS.items():
         operation: dict[str, Any] = {"summary": summary, "responses": {"200": _json("Yes.")}}
         if path == "/metrics":
             text = {"description": "The count.", "content": {"text/plain": {}}}
-            operation["responses"] = {"200": text, "503": _json("The daemon does not answer.")}
-        if path == "/ready":
-            operation["responses"]["503"] = _json("Not yet.")
-        if path.startswith("/v1/models"):
-            operation["responses"]["503"] = _json("The server is starting.")
+            operation["responses"] = {"200": text}
+        if unavailable:
+            operation["responses"]["503"] = _json(unavailable)
         if path.endswith("{model}"):
             operation["responses"]["404"] = _json("There is no such model.")
             parameter = {"name": "model", "in": "path", "required": True}

@@ -31,8 +31,6 @@ _ALWAYS = {
     "VLLM_MAX_N_SEQUENCES": str(MAX_SAMPLES),
     "VLLM_MAX_COMPLETION_PROMPTS": str(MAX_PROMPTS),
 }
-# No KV cache is ever allocated here; without a value vLLM measures the machine's memory.
-_UNLESS_SET = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def preload(log_level: str) -> None:
@@ -53,5 +51,5 @@ def set_engine_environment(log_level: str) -> None:
     engine_level = _ENGINE_LOG_LEVELS.get(log_level.lower(), "WARNING")
     os.environ["VLLM_LOGGING_LEVEL"] = engine_level
     logging.getLogger("vllm").setLevel(engine_level)
-    for name, value in _UNLESS_SET.items():
-        os.environ.setdefault(name, value)
+    # No KV cache is ever allocated here; without a value vLLM measures the machine's memory.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

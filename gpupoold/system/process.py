@@ -103,13 +103,8 @@ def limit_use(cpu_s: float, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
 
 
-def lower_priority(niceness: int, *, of_all_threads: bool = False) -> None:
-    """Lower the scheduling priority of the calling thread and its future threads, or of all
-    threads.
-    """
-    if of_all_threads:
-        lower_priority_of(os.getpid(), niceness)
-        return
+def lower_priority(niceness: int) -> None:
+    """Lower the scheduling priority of the calling thread and its future threads."""
     with contextlib.suppress(OSError):  # a container may forbid the call
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
@@ -23,7 +24,7 @@ from gpupoold.frontend.adapter import engine_config
 from gpupoold.frontend.grammar_checker.ambiguity import doubled_rule
 from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
 from gpupoold.grammar_backends import make_backend
-from gpupoold.system.process import LONG_GRAMMAR_NICENESS, limit_use, lower_priority
+from gpupoold.system.process import LONG_GRAMMAR_NICENESS, limit_use, lower_priority_of
 
 MAX_CPU_S = 3
 ORDINARY_S = 0.1
@@ -79,7 +80,7 @@ def try_grammar(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
     thread.join(ORDINARY_S)
     while thread.is_alive():
         if time.process_time() > ORDINARY_S:
-            lower_priority(LONG_GRAMMAR_NICENESS, of_all_threads=True)
+            lower_priority_of(os.getpid(), LONG_GRAMMAR_NICENESS)
         thread.join(ORDINARY_S)
     return verdicts[0]
 

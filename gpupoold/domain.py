@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NewType, Self, get_args
+from typing import Any, ClassVar, Literal, NewType, Self
 
 ModelName = NewType("ModelName", str)
 DeviceId = NewType("DeviceId", int)
@@ -594,77 +594,3 @@ class TimedCounts(RequestCounts):
 
 
 COUNT_NAMES = tuple(one.name for one in fields(RequestCounts))
-
-
-class EventSubject(StrEnum):
-    """The kind of an event's subject; ``daemon`` is the daemon or a part of the daemon."""
-
-    MODEL = "model"
-    DEVICE = "device"
-    FRONTEND = "frontend"
-    KEY = "key"
-    DAEMON = "daemon"
-
-
-# The kinds of events in the history, by the kind of their subject.
-ModelEvent = Literal[
-    "adapter_added",
-    "adapter_failed",
-    "adapter_removed",
-    "device_rests",
-    "engine_evicted",
-    "model_added",
-    "model_changed",
-    "model_failed",
-    "model_not_mounted",
-    "model_placed",
-    "model_quarantined",
-    "model_recovered",
-    "model_refused",
-    "model_removed",
-    "model_unloaded",
-    "preset_added",
-    "preset_removed",
-    "profile_incomplete",
-    "refused",
-    "request_cancelled",
-    "request_convicted",
-    "requests_suspected",
-    "self_check_failed",
-    "snapshot_refused",
-    "warm_failed",
-]
-DeviceEvent = Literal[
-    "device_parked",
-    "device_woken",
-    "drain_began",
-    "drain_ended",
-    "role_changed",
-    "role_set",
-    "worker_down",
-    "worker_ready",
-]
-FrontendEvent = Literal["frontend_down"]
-KeyEvent = Literal["batch_waits", "key_added", "key_changed", "key_revoked", "key_rotated"]
-DaemonEvent = Literal[
-    "config_refused",
-    "config_reloaded",
-    "core_inconsistent",
-    "daemon_started",
-    "fleet_changed",
-    "history",
-    "no_api_key",
-]
-EventKind = ModelEvent | DeviceEvent | FrontendEvent | KeyEvent | DaemonEvent
-
-EVENT_SUBJECTS: dict[str, EventSubject] = {
-    kind: subject
-    for subject, kinds in (
-        (EventSubject.MODEL, ModelEvent),
-        (EventSubject.DEVICE, DeviceEvent),
-        (EventSubject.FRONTEND, FrontendEvent),
-        (EventSubject.KEY, KeyEvent),
-        (EventSubject.DAEMON, DaemonEvent),
-    )
-    for kind in get_args(kinds)
-}

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TextIO
 
 from gpupoold.config.schema import Settings
-from gpupoold.domain import EVENT_SUBJECTS, EventSubject
 from gpupoold.errors import Failed
+from gpupoold.event_kinds import EVENT_SUBJECTS, EventSubject
 from gpupoold.logs.files import LogLimit, rotating_handler
 from gpupoold.printable import LineFormatter
 

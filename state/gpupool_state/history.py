@@ -37,8 +37,9 @@ from gpupool_state.rows import (
     switch_row,
     usage_row,
 )
-from gpupoold.domain import Event, EventKind, EventLevel, Switch
+from gpupoold.domain import Event, EventLevel, Switch
 from gpupoold.errors import Failed
+from gpupoold.event_kinds import EventKind
 
 _log = logging.getLogger(__name__)
 _event_log = logging.getLogger("gpupoold.events")

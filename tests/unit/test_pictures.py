@@ -16,7 +16,7 @@ from gpupool_tui.compose import compose
 from gpupool_tui.glyphs import UNICODE
 from gpupool_tui.text import plain
 from gpupool_tui.view import View
-from gpupoold.domain import EventKind
+from gpupoold.event_kinds import EventKind
 from tests.conftest import ROOT
 from tests.unit.gpupool_tui.pictures import picture
 

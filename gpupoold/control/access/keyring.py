@@ -16,8 +16,8 @@ from gpupoold.access.secret import make_key
 from gpupoold.api_keys import KeyPowers
 from gpupoold.config.sections import AccessSettings
 from gpupoold.control.accounting.meters import RefusalEvents
-from gpupoold.domain import KeyEvent
 from gpupoold.errors import Failed, NoSuchModel
+from gpupoold.event_kinds import KeyEvent
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)

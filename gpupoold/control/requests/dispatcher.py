@@ -38,7 +38,6 @@ from gpupoold.control.workers.roles import Roles, configured_roles
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import (
     BACKGROUND_TTFT_S,
-    DeviceEvent,
     FinalFailure,
     FinishReason,
     ModelSpec,
@@ -46,6 +45,7 @@ from gpupoold.domain import (
     Targets,
 )
 from gpupoold.errors import NoSuchRequest, Refused
+from gpupoold.event_kinds import DeviceEvent
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.background import has_room
 from gpupoold.scheduling.costs import ModelCosts

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -112,11 +113,12 @@ class ModelController(ModelPart):
         self._mounts = mounts
         self._failures = failures
         self._performer = performer
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: defaultdict[str, _Lane] = defaultdict(_Lane)
         self._order: dict[str, int] = {}
         self._new: set[int] = set()  # workers that load the models of their start
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_hostable_s = -math.inf
+        self._has_stopped = False
         self._counted: list[HostingDevice] | None = None  # in a round of decisions
 
     def start(self) -> None:
@@ -128,7 +130,7 @@ class ModelController(ModelPart):
         """Decide anew on all models; to be called every second."""
         for model in self._fleet.breakers.due(now_s):
             self._fleet.breakers.half_open(model)
-            self._lane(model).waits.clear()
+            self._lanes[model].waits.clear()
         if now_s >= self._next_hostable_s:
             self._next_hostable_s = now_s + _HOSTABLE_PERIOD_S
             self._keep(self._room.plan_homes())
@@ -160,14 +162,14 @@ class ModelController(ModelPart):
             GpupoolError: no device could load the model, or no frontend mount the API; the caller
                 removes the model.
         """
-        lane = self._lane(name)
+        lane = self._lanes[name]
         lane.is_added, lane.expected_bytes = True, expected_bytes
         lane.waits.clear()
         await self._wait(name, lane.added)
 
     def end_addition(self, name: str) -> None:
         """Treat the model like all others from now on."""
-        self._lane(name).is_added, self._lane(name).expected_bytes = False, 0
+        self._lanes[name].is_added, self._lanes[name].expected_bytes = False, 0
         self._fleet.wake(name)
 
     async def warm(self, name: str) -> None:
@@ -176,8 +178,8 @@ class ModelController(ModelPart):
         Raises:
             GpupoolError: the reason of the failure.
         """
-        self._lane(name).waits.clear()
-        await self._wait(name, self._lane(name).warm)
+        self._lanes[name].waits.clear()
+        await self._wait(name, self._lanes[name].warm)
 
     async def settle(self, name: str) -> list[GpupoolError]:
         """Return when no step of the model is under way or due; return the failures meanwhile.
@@ -188,7 +190,7 @@ class ModelController(ModelPart):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STARTING_S):
                 await asyncio.gather(*starting, return_exceptions=True)
-        lane, errors = self._lane(name), list[GpupoolError]()
+        lane, errors = self._lanes[name], list[GpupoolError]()
         lane.errors.append(errors)
         try:
             await self._wait(name, lane.settled)
@@ -203,7 +205,7 @@ class ModelController(ModelPart):
             TimedOut: a worker did not answer.
         """
         self.abandon(name, reason)
-        await self._wait(name, self._lane(name).removed)
+        await self._wait(name, self._lanes[name].removed)
 
     async def replace(self, name: str) -> None:
         """Return when all engines of a model have the model's options.
@@ -213,14 +215,14 @@ class ModelController(ModelPart):
         Raises:
             GpupoolError: an engine was not replaced; the next try follows.
         """
-        waits = self._lane(name).waits
+        waits = self._lanes[name].waits
         for key in [one for one in waits if one.startswith(StepKind.REPLACE)]:
             del waits[key]
-        await self._wait(name, self._lane(name).replaced)
+        await self._wait(name, self._lanes[name].replaced)
 
     def abandon(self, name: str, reason: str) -> None:
         """Cancel the steps of a model that do not take the model off devices."""
-        lane = self._lane(name)
+        lane = self._lanes[name]
         self._raise(lane, Failed(f"{name} {reason}"))
         for step, task in lane.steps.items():
             if step.kind not in (StepKind.EVICT, StepKind.WITHDRAW, StepKind.REMOVE):
@@ -228,10 +230,11 @@ class ModelController(ModelPart):
 
     def is_added(self, name: str) -> bool:
         """Return whether a client adds the model now."""
-        return self._lane(name).is_added
+        return self._lanes[name].is_added
 
     async def stop(self) -> None:
         """Abandon all steps; the workers have stopped before."""
+        self._has_stopped = True
         steps = [task for lane in self._lanes.values() for task in lane.steps.values()]
         for task in (*self._tasks, *steps):
             task.cancel()
@@ -243,7 +246,7 @@ class ModelController(ModelPart):
 
     def wanted(self, model: str) -> None:
         """Bring the weights at once, also after a failure."""
-        waits = self._lane(model).waits
+        waits = self._lanes[model].waits
         for key in [one for one in waits if not one.startswith(StepKind.LOAD)]:
             del waits[key]
         self._fleet.wake(model)
@@ -277,6 +280,8 @@ class ModelController(ModelPart):
             self._wake_waiting()
 
     async def _wait(self, name: str, waiters: list[asyncio.Future[None]]) -> None:
+        if self._has_stopped:
+            raise Unavailable("the daemon is stopping")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiters.append(waiter)
         self._fleet.wake(name)
@@ -306,7 +311,7 @@ class ModelController(ModelPart):
         last = len(self._order)
 
         def rank(name: str) -> tuple[bool, int]:
-            lane = self._lane(name)
+            lane = self._lanes[name]
             return not (lane.added or lane.warm or lane.settled), self._order.get(name, last)
 
         for name in sorted(known.keys() & woken, key=rank):
@@ -318,12 +323,13 @@ class ModelController(ModelPart):
 
     def _decide_on(self, row: ModelRow, now_s: float) -> None:
         name = row.spec.name
-        lane = self._lane(name)
+        lane = self._lanes[name]
+        hosts, devices = self._fleet.hosts, self._fleet.availability(name).devices
+        if all(hosts.of(name, one).options == row.spec.engine for one in devices):
+            _resolve(lane.replaced)  # before the state: the user holds the model again
         state = self._state(row, lane, now_s)
         if state.is_shut_out and not state.is_trial:
             self.abandon(name, self._fleet.breakers.reason(name) or "")
-        if not any(state.hosts[one].is_outdated for one in state.devices):
-            _resolve(lane.replaced)
         limit_s = self._settings.limits.load_timeout_s
         decision = next_steps(state, self._plan(row, state, now_s), limit_s, now_s)
         for step in decision.steps:
@@ -345,7 +351,6 @@ class ModelController(ModelPart):
     def _answer(self, name: str, lane: _Lane, decision: Decision) -> None:
         """Let requests and clients go on that need wait no longer."""
         now = self._fleet.availability(name)
-        is_busy = bool(lane.steps or decision.steps)
         if self._fleet.is_open(name) and ModelStep(StepKind.OPEN) not in lane.steps:
             _resolve(lane.added)
         if self._fleet.is_warm(name):
@@ -354,7 +359,7 @@ class ModelController(ModelPart):
                 is_bringing = any(one.kind is StepKind.BRING for one in lane.steps)
                 if not is_bringing:
                     _resolve(lane.warm)
-        if not is_busy and not decision.blocked:
+        if not (lane.steps or decision.steps or decision.blocked):
             _resolve(lane.settled)
 
     def _state(self, row: ModelRow, lane: _Lane, now_s: float) -> ModelView:
@@ -413,7 +418,7 @@ class ModelController(ModelPart):
         model = self._room.model(row, now_s)
         if state.is_wished or state.is_added:
             model = replace(model, is_wanted=True)
-        size = 0 if state.devices else max(row.weight_bytes, self._lane(model.name).expected_bytes)
+        size = 0 if state.devices else max(row.weight_bytes, self._lanes[model.name].expected_bytes)
         devices = self._devices(size) if absent else ()
         claimed = [one for one in self._room.claims if self._room.may_leave(model.name, one)]
         return desired(model, state.devices, devices, self._starting(), claimed)
@@ -422,7 +427,7 @@ class ModelController(ModelPart):
         """Let loads go on whose claims were decided: the engine has left, or does not leave."""
         for number, claim in self._room.claims.items():
             step = ModelStep(StepKind.EVICT, number, is_alone=True)
-            if claim.holder in woken and step not in self._lane(claim.holder).steps:
+            if claim.holder in woken and step not in self._lanes[claim.holder].steps:
                 claim.answered.set()
 
     def _devices(self, weight_bytes: int) -> Sequence[HostingDevice]:
@@ -568,12 +573,6 @@ class ModelController(ModelPart):
 
     def _worker(self, number: int) -> Worker:
         return self._supervisor.workers[number]
-
-    def _lane(self, name: str) -> _Lane:
-        lane = self._lanes.get(name)
-        if lane is None:
-            lane = self._lanes[name] = _Lane()
-        return lane
 
     def _forget(self, name: str) -> None:
         lane = self._lanes.get(name)

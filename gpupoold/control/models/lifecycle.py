@@ -350,12 +350,16 @@ class ModelLifecycle(ModelPart, RequestListener):
             with self._fleet.draining(model):
                 if mode == "drain":
                     await self._wait_idle(model)
-                if not self.controller.is_added(model):
+                # A change of options by another user may belong to the addition of an adapter.
+                waits = mode == "refuse" and self._fleet.is_held(model)
+                if not (waits or self.controller.is_added(model)):
                     self.controller.abandon(model, "was removed")
                 async with self._fleet.alone(model):
                     now = await self._registry.get(model)
                     if now is None or now.created_at != row.created_at:
                         return row  # another removal was faster
+                    if mode == "refuse":
+                        _check_without_adapters(now.spec)
                     self._dispatcher.fail_model(model, f"{model} was removed")
                     await self.controller.remove(model, "was removed")
             self._history.record_event("info", "model_removed", model, "removed")

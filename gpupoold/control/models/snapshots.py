@@ -185,7 +185,11 @@ class ModelSnapshots(ModelPart):
         Raises:
             CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
         """
-        await self._look_up(spec, worker)  # the key of the saved snapshot contains the options
+        try:
+            await self._look_up(spec, worker)  # the key of the saved snapshot has the options
+        except BaseException:
+            os.close(fd)
+            raise
         await self.keep(fd, worker, msgspec.structs.replace(loaded, snapshot_problem=""), None)
 
     def drop(self, model: str) -> None:

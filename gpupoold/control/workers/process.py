@@ -82,6 +82,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
 
     async def stop(self) -> None:
         await super().stop()
+        self._worker.state = "down"
         self._forget("the daemon is stopping")
         self._drop_kv_host()
 

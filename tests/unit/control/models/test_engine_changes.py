@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,14 +14,16 @@ import pytest
 from gpupool_state import History, Registry
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.control.models.lifecycle import merged_options
-from gpupoold.control.workers.worker import WorkerEnded
-from gpupoold.errors import Failed, UsageError
-from tests.unit.control.models.models_box import ModelsBox, running
+from gpupoold.control.workers.worker import Worker, WorkerEnded
+from gpupoold.domain import ModelSpec
+from gpupoold.errors import Failed, Unavailable, UsageError
+from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, running
 
 
 @pytest.fixture
 async def box(tmp_path: Path, registry: Registry, history: History) -> AsyncIterator[ModelsBox]:
-    async with running(ModelsBox(tmp_path, registry, history), "a", "b") as box:
+    made = ModelsBox(tmp_path, registry, history, load_timeout_s=TIMEOUT_S)
+    async with running(made, "a", "b") as box:
         box.told.clear()
         yield box
 
@@ -138,3 +143,86 @@ async def test_a_removal_ends_a_change(box: ModelsBox) -> None:
         await removing
     assert await box.registry.get("a") is None
     assert box.frontends.states() == {"b": "ready"}
+
+
+@pytest.mark.asyncio
+async def test_a_removal_without_a_mode_waits_for_a_change(box: ModelsBox) -> None:
+    box.hold(0, 1)
+    change = SetModelRequest(engine={"max_num_seqs": "8"})
+    changing = asyncio.create_task(box.lifecycle.set("a", change))
+    await box.until(lambda: bool(box.waiting))
+    removing = asyncio.create_task(box.lifecycle.remove("a", "refuse"))
+    await box.until(lambda: box.fleet.is_draining("a"))
+    box.release()
+    assert (await changing).spec.engine == {"max_num_seqs": "8"}
+    await removing
+    assert await box.registry.get("a") is None
+
+
+@pytest.mark.asyncio
+async def test_no_load_begins_with_the_targets_before_a_change(box: ModelsBox) -> None:
+    await box.until(lambda: all(one.has_loaded for one in box.supervisor.workers))
+    lane, killed = box.lifecycle.controller._lanes["a"], box.processes[1]
+    box.errors["a on 1"] = Failed("no memory")
+    killed.end(-signal.SIGKILL)
+    await box.until(lambda: "load 1" in lane.waits and not lane.steps)
+    box.errors.clear()
+    lane.waits.clear()
+    box.hold(1)
+    change = SetModelRequest(engine={"max_num_seqs": "8"}, ttft_s=0.123)
+    await box.lifecycle.set("a", change)
+    box.release()
+    await box.until(lambda: box.hosts_of("a") == [0, 1])
+    assert box.dispatcher.state.models["a"].targets.ttft_s == 0.123
+
+
+@pytest.mark.asyncio
+async def test_no_snapshot_is_left_when_a_removal_ends_a_change(
+    box: ModelsBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks_up, look_up = asyncio.Event(), box.snapshots._look_up
+
+    async def look_up_slowly(spec: ModelSpec, worker: Worker) -> int | None:
+        if not looks_up.is_set():
+            looks_up.set()
+            await asyncio.Event().wait()
+        return await look_up(spec, worker)
+
+    monkeypatch.setattr(box.snapshots, "_look_up", look_up_slowly)
+    change = SetModelRequest(engine={"max_num_seqs": "8"})
+    changing = asyncio.create_task(box.lifecycle.set("a", change))
+    async with asyncio.timeout(TIMEOUT_S):
+        await looks_up.wait()
+        assert memfds("a")
+        await box.lifecycle.remove("a", "force")
+        with pytest.raises(Failed, match="a was removed"):
+            await changing
+    assert memfds("a") == []
+
+
+def memfds(name: str) -> list[str]:
+    """The open files in memory with this name."""
+    targets = []
+    for one in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the folder
+            targets.append(os.readlink(f"/proc/self/fd/{one}"))
+    return [one for one in targets if one.startswith(f"/memfd:{name} ")]
+
+
+@pytest.mark.asyncio
+async def test_a_stop_ends_a_change(box: ModelsBox) -> None:
+    await box.lifecycle.set("a", SetModelRequest(engine={"max_num_seqs": "4"}))
+    box.hold(0, 1)
+    change = SetModelRequest(engine={"max_num_seqs": "8"})
+    changing = asyncio.create_task(box.lifecycle.set("a", change))
+    await box.until(lambda: bool(box.waiting))
+    async with asyncio.timeout(TIMEOUT_S / 2):
+        await box.supervisor.stop()
+        await box.lifecycle.stop()
+        with pytest.raises(WorkerEnded, match="the daemon is stopping"):
+            await changing
+        with pytest.raises(Unavailable, match="the daemon is stopping"):
+            await box.lifecycle.controller.replace("a")
+    row = await box.registry.get("a")
+    assert row is not None
+    assert row.spec.engine == {"max_num_seqs": "4"}

@@ -14,6 +14,7 @@ from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.control.models import lifecycle
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.workers.worker import Worker
+from gpupoold.domain import Adapter
 from gpupoold.errors import Failed, Refused
 from gpupoold.system.activity import ThreadPhase
 from tests.unit.checkpoints import samples
@@ -101,6 +102,19 @@ async def test_a_removal_by_force_overtakes_a_drain(
         await box.lifecycle.remove("a", "force")
         assert (await draining).spec.name == "a"
     assert not box.fleet.knows("a")
+
+
+async def test_an_adapter_that_comes_before_the_removal_refuses_the_removal(
+    box: ModelsBox,
+) -> None:
+    async with box.fleet.alone("a"):
+        removing = asyncio.create_task(box.lifecycle.remove("a", "refuse"))
+        await box.until(lambda: box.fleet.is_draining("a"))
+        await box.registry.add_further("a", Adapter("late", "late", str(box.folder), "", 8))
+    with pytest.raises(Refused, match="a has the adapters late"):
+        await removing
+    assert await box.registry.get("a") is not None
+    assert not box.fleet.is_draining("a")
 
 
 async def test_a_load_that_stops_costs_no_worker(

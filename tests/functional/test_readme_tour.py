@@ -93,7 +93,8 @@ def box(request: pytest.FixtureRequest) -> Box:
 def daemon(box: Box, folder: Path, tmp_path: Path) -> Iterator[PrivateDaemon]:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "qwen-7b").symlink_to(folder / "dummy-weights-qwen2.5-7b")
-    with private_daemon(box.config, tmp_path) as made:
+    # The budgets depend on the number of frontends, two by default.
+    with private_daemon(box.config, tmp_path, frontends=2) as made:
         yield made
 
 

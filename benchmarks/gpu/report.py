@@ -164,11 +164,11 @@ def _machines(found: Mapping[str, Any]) -> Iterator[str]:
             f"{hardware['cpu']}, {hardware['cores']} cores, "
             f"{format_bytes(hardware['memory_bytes'])}",
             f"driver {gpu['driver']}, torch {versions['torch']}, vLLM {versions['vllm']}",
-            one["started_at"][:10],
         )
-        files.setdefault((*machine, str(one["commit"])), []).append(f"{number}: {_link(file)}")
+        link_text = f"{number}: {_link(file)} at {one['commit']}"
+        files.setdefault(machine, []).append(link_text)
     rows = [(", ".join(links), *machine) for machine, links in files.items()]
-    yield from _table(("files", "GPU", "host", "versions", "date", "commit"), rows)
+    yield from _table(("files at commits", "GPU", "host", "versions"), rows)
 
 
 def _unmeasured(found: Mapping[str, Any]) -> Iterator[str]:

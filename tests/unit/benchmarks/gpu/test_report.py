@@ -56,7 +56,7 @@ def test_without_a_file_the_page_says_that_nothing_was_measured() -> None:
 class TestPage:
     def test_every_figure_stands_beside_its_file(self) -> None:
         lines = report.page({"a.json": measured()}).splitlines()
-        assert "| 1: [a](../benchmarks/results/a.json) | NVIDIA H200" in "".join(lines)
+        assert "| 1: [a](../benchmarks/results/a.json) at 0123abc | NVIDIA H200" in "".join(lines)
         assert "| `8B_host_cached_switch_p50_s` | 375ms | 500ms | yes | 1 |" in lines
         assert "| `pinned_in_bytes_per_s` | 50 GiB/s |  |  | 1 |" in lines
         assert "| `nobody_knows_this` | 3 | 2 | **no** | 1 |" in lines

@@ -17,10 +17,9 @@ from gpupoold.errors import UsageError
 from gpupoold.latency.hardware import hardware
 from gpupoold.latency.profiles import latency_for, measured_profiles
 from gpupoold.latency.shape import builtin_shape
-from gpupoold.scheduling.costs import costs_of
 from gpupoold.scheduling.demand import batch_velocity
 from gpupoold.scheduling.state import Speed
-from gpupoold.scheduling.velocity import RequestClass, decoders_load, prefill_velocity
+from gpupoold.scheduling.velocity import RequestClass, costs_of, decoders_load, prefill_velocity
 from gpupoold.sim.boxes import USABLE_SHARE, Box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation

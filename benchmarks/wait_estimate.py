@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.events import Action
 from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.device import BoxDevice

@@ -14,7 +14,7 @@ from benchmarks.families.prompts import Prompt, decoded_features
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.requests.core_shell import arrived, cut_short
 from gpupoold.domain import Targets
-from gpupoold.scheduling.actions import Action, Send
+from gpupoold.scheduling.events import Action, Send
 from gpupoold.wire import messages as m
 from tests.functional.worker_peer import Snapshot, WorkerPeer, encode_request
 

@@ -9,7 +9,7 @@ from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, NameArgument
 from gpupool_cli.output import columns
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas_cache import CachedModel, CacheInfo
+from gpupoold.api.schemas import CachedModel, CacheInfo
 from gpupoold.units import format_bytes
 
 app = typer.Typer(

@@ -14,9 +14,8 @@ from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, complete_model_name, duration_s
 from gpupool_cli.output import Column, columns, duration_text, size_text
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas_batches import BatchInfo
+from gpupoold.api.schemas import BatchInfo, UseInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
-from gpupoold.api.schemas_usage import UseInfo
 from gpupoold.domain import SWITCH_STAGES, DeviceUse, Event, RequestRecord, RequestStages, Switch
 from gpupoold.errors import UsageError
 from gpupoold.units import format_duration, format_energy

@@ -24,13 +24,19 @@ from gpupoold.admin import top_view
 from gpupoold.api.admin_api import SwitchOrder
 from gpupoold.api.request_ids import request_id_of
 from gpupoold.api.schemas import (
+    BatchInfo,
+    CachedModel,
+    CacheInfo,
     DeviceInfo,
     ErrorBody,
     LogLine,
+    MachineInfo,
     OperateRequest,
+    SetCachedRequest,
     SetDeviceRequest,
     SetHostingRequest,
     Status,
+    UsageInfo,
 )
 from gpupoold.api.schemas_access import (
     AddKeyRequest,
@@ -39,12 +45,9 @@ from gpupoold.api.schemas_access import (
     RotateKeyRequest,
     SetKeyRequest,
 )
-from gpupoold.api.schemas_batches import BatchInfo
-from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_fleet import ChargeKeysRequest, FleetReport, SetFleetRequest
-from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_models import (
     AddAdapterRequest,
     AddModelRequest,
@@ -54,14 +57,11 @@ from gpupoold.api.schemas_models import (
     SetModelRequest,
 )
 from gpupoold.api.schemas_top import CancelledRequest, Unloaded
-from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.api_keys import KeyFacts, KeyPowers
 from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.models.info import model_info
-from gpupoold.control.views.fleet import fleet_models
-from gpupoold.control.views.spans import ModelSums, Spans, span_s
-from gpupoold.control.views.usage import usage_info
+from gpupoold.control.views.bodies import ModelSums, Spans, fleet_models, span_s, usage_info
 from gpupoold.domain import Event, RemoveMode, RequestRecord, Role, Switch
 from gpupoold.errors import Failed, GpupoolError, UsageError
 from gpupoold.logs.files import old_file

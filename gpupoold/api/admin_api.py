@@ -18,14 +18,20 @@ from pydantic import BaseModel, Field
 
 from gpupoold.access.rate_use import RateUse
 from gpupoold.api.schemas import (
+    BatchInfo,
+    CachedModel,
+    CacheInfo,
     DeviceInfo,
     LogLine,
+    MachineInfo,
     OperateRequest,
     Ps,
     RoleName,
+    SetCachedRequest,
     SetDeviceRequest,
     SetHostingRequest,
     Status,
+    UsageInfo,
 )
 from gpupoold.api.schemas_access import (
     AddKeyRequest,
@@ -34,12 +40,9 @@ from gpupoold.api.schemas_access import (
     RotateKeyRequest,
     SetKeyRequest,
 )
-from gpupoold.api.schemas_batches import BatchInfo
-from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_fleet import ChargeKeysRequest, FleetReport, SetFleetRequest
-from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_models import (
     AddAdapterRequest,
     AddModelRequest,
@@ -49,7 +52,6 @@ from gpupoold.api.schemas_models import (
     SetModelRequest,
 )
 from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
-from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.domain import Event, RemoveMode, RequestRecord, Switch
 
 SwitchOrder = Literal["latest", "slowest"]

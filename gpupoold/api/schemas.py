@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from gpupoold.domain import DeviceActivity, DeviceFacts, MainCounts, MemoryUse, Percentiles
+from gpupoold.domain import (
+    BatchRecord,
+    DeviceActivity,
+    DeviceFacts,
+    DeviceUse,
+    Folder,
+    MainCounts,
+    MemoryUse,
+    Percentiles,
+    UseCounts,
+)
 from gpupoold.units import checked_pace
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
@@ -268,3 +278,95 @@ class Status(Body):
     num_keys: int = 0
     tls_cert: str | None = None
     frontends: list[FrontendInfo] = []
+
+
+class MachineInfo(BaseModel):
+    """The surroundings of a daemon: ``config_path`` is None without a file.
+
+    The folders are as the daemon finds them, in its own namespace and as its user.
+
+    The limits are soft limits of the daemon's process; None means unlimited.
+    """
+
+    config_path: str | None
+    folders: list[Folder]
+    open_files: int | None
+    processes: int | None
+    locked_bytes: int | None
+    address_space_bytes: int | None = None
+    memory_limit_bytes: int | None
+
+
+@dataclass
+class _User:
+    model: str
+    api_key: str
+    key_name: str
+
+
+class UseInfo(Body, UseCounts, _User):  # the body has the fields of _User first
+    """Use of a model with an API key; ``api_key`` and ``key_name`` are empty without one."""
+
+
+class UsageInfo(Body):
+    """Use since ``since`` (wall-clock seconds), which begins an hour, and work of the devices."""
+
+    since: float
+    uses: list[UseInfo]
+    devices: list[DeviceUse]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchInfo(BatchRecord):
+    """A batch for the operator, with at most eight models.
+
+    ``key`` is the name of the API key, its id if the key was removed, empty without one. ``reason``
+    says why requests wait for another try; empty if none has been refused.
+    """
+
+    key: str
+    state: str
+    reason: str
+
+
+class SnapshotPlace(Body):
+    """The place of a model's snapshot for devices of ``num_gpus`` GPUs."""
+
+    num_gpus: int
+    state: Literal["host", "disk", "none"]
+    num_bytes: int
+    is_saved: bool
+
+
+class CachedModel(Body):
+    """A model's weights snapshots: in host memory, on disk only, or absent.
+
+    ``snapshots`` has one entry for each number of GPUs of the model's devices. ``state`` is "host"
+    if one of these is in host memory; ``is_saved`` means all. ``num_bytes`` is the sum of the
+    sizes, of the expected sizes of absent snapshots too. ``last_used_at`` is in wall-clock seconds.
+    """
+
+    name: str
+    state: Literal["host", "disk", "none"]
+    num_bytes: int
+    is_saved: bool
+    is_pinned: bool
+    num_live: int
+    last_used_at: float | None
+    snapshots: list[SnapshotPlace] = Field(default=[])
+
+
+class CacheInfo(Body):
+    """``GET /cache``: bytes used of the budgets for snapshots, and the models' snapshots."""
+
+    host_bytes: int
+    host_limit_bytes: int
+    disk_bytes: int
+    disk_limit_bytes: int
+    models: list[CachedModel]
+
+
+class SetCachedRequest(Body):
+    """``PATCH /cache/{name}``."""
+
+    is_pinned: bool

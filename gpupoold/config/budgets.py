@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from gpupoold.config.machine import DeviceFacts, Machine, MachineError
+from gpupoold.config.machine import Machine, MachineDevice, MachineError
 from gpupoold.config.sections import (
     CUDA_RESERVE_BYTES,
     GIB,
@@ -294,7 +294,7 @@ class _HostMemory:
         return MachineError(key, what, hint)
 
 
-def _reserve(devices: Iterable[DeviceFacts]) -> tuple[int | None, str]:
+def _reserve(devices: Iterable[MachineDevice]) -> tuple[int | None, str]:
     """Return the memory to leave free on each device, and the arithmetic."""
     kinds = {one.kind for one in devices}
     if "cuda" not in kinds:
@@ -310,7 +310,7 @@ def _reserve(devices: Iterable[DeviceFacts]) -> tuple[int | None, str]:
     return num_bytes, f"{base} and 1/64 of {format_bytes(max(known))}, at most {most}"
 
 
-def _check_reserve(devices: Iterable[DeviceFacts], reserve: int | None) -> None:
+def _check_reserve(devices: Iterable[MachineDevice], reserve: int | None) -> None:
     """Check that devices of a known size keep memory.
 
     Raises:

@@ -23,7 +23,7 @@ class MachineError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceFacts:
+class MachineDevice:
     """A GPU, real or not, of the configured device with number ``device``.
 
     ``memory_bytes`` is None if unknown. ``node`` is the NUMA node of a GPU, None if the
@@ -51,7 +51,7 @@ class Machine:
     """
 
     memory_bytes: int
-    devices: tuple[DeviceFacts, ...]
+    devices: tuple[MachineDevice, ...]
     limit_bytes: int | None = None
     node_bytes: Mapping[int, int] = field(default_factory=dict)
     is_simulated: bool = False
@@ -80,7 +80,7 @@ def unusable_gpu(machine: Machine) -> MachineError | None:
     return None
 
 
-def check_groups(devices: Iterable[DeviceFacts]) -> None:
+def check_groups(devices: Iterable[MachineDevice]) -> None:
     """Check that the GPUs of each group are there, and are alike.
 
     Each GPU holds an equal part of a model, so the smallest and slowest sets the size and the pace.
@@ -92,7 +92,7 @@ def check_groups(devices: Iterable[DeviceFacts]) -> None:
             _check_group(f"device[{number}].gpus", group)
 
 
-def _check_group(key: str, group: list[DeviceFacts]) -> None:
+def _check_group(key: str, group: list[MachineDevice]) -> None:
     for one in group:
         if one.is_missing:
             raise MachineError(

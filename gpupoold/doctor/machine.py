@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from gpupoold.config.machine import DeviceFacts, Machine, visible_entry
+from gpupoold.config.machine import Machine, MachineDevice, visible_entry
 from gpupoold.config.schema import Settings
 from gpupoold.config.sections import DeviceSettings
 from gpupoold.doctor.facts import GpuFacts, MemoryFacts
@@ -66,29 +66,29 @@ def machine_of(
 
 def _gpus_of(
     settings: Settings, gpu: GpuFacts, environment: Mapping[str, str]
-) -> Iterator[DeviceFacts]:
+) -> Iterator[MachineDevice]:
     for number, device in enumerate(settings.devices):
         if device.kind == "cuda":
             for ordinal in device.gpus:
                 yield _cuda(number, device, ordinal, gpu, environment)
             continue
         has_bytes = hardware(device.gpu).memory_bytes if device.gpu is not None else None
-        facts = DeviceFacts(device.kind, _least(has_bytes, device.memory_bytes), device=number)
+        facts = MachineDevice(device.kind, _least(has_bytes, device.memory_bytes), device=number)
         yield from [facts] * device.num_gpus
 
 
 def _cuda(
     number: int, device: DeviceSettings, ordinal: int, gpu: GpuFacts, environment: Mapping[str, str]
-) -> DeviceFacts:
+) -> MachineDevice:
     index = index_of(gpu, ordinal, environment)
     if index is None:
         entry = visible_entry(ordinal, environment) or ""
         # NVML does not list a part of a GPU by itself.
         is_missing = gpu.has_none or (bool(gpu.gpus) and not entry.startswith("MIG-"))
-        return DeviceFacts("cuda", device.memory_bytes, None, number, "", ordinal, is_missing)
+        return MachineDevice("cuda", device.memory_bytes, None, number, "", ordinal, is_missing)
     found = gpu.gpus[index]
     size_bytes = _least(found.memory_bytes, device.memory_bytes)
-    return DeviceFacts("cuda", size_bytes, found.node, number, found.name, ordinal)
+    return MachineDevice("cuda", size_bytes, found.node, number, found.name, ordinal)
 
 
 def _least(*sizes: int | None) -> int | None:

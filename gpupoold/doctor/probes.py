@@ -22,7 +22,7 @@ from gpupool_state.migrations import MIGRATIONS
 from gpupoold import __version__
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import SOCKET_FILE_NAME, default_socket_path
-from gpupoold.api.schemas_machine import MachineInfo
+from gpupoold.api.schemas import MachineInfo
 from gpupoold.config.file import missing_gpus, read_config_file
 from gpupoold.config.schema import Settings, chosen_path
 from gpupoold.doctor.facts import (

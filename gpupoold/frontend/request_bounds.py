@@ -31,7 +31,7 @@ INPUTS_AT_ONCE = 128
 
 
 @dataclass(eq=False, slots=True)
-class RequestCounts:
+class RequestTally:
     """The counts of one HTTP request so far, and its limits.
 
     Each of the ``num_prompts`` counts ``num_samples`` times. ``has_limit``: the client limits the
@@ -49,7 +49,7 @@ class RequestCounts:
     num_entries: int = 0
 
 
-counts: RequestLocal[RequestCounts] = RequestLocal("request_counts")
+counts: RequestLocal[RequestTally] = RequestLocal("request_counts")
 
 
 class _Bound(NamedTuple):

@@ -56,7 +56,7 @@ from gpupoold.frontend.request_bounds import (
     INPUTS_AT_ONCE,
     MAX_ENTRIES,
     MAX_ENTRIES_AT_ONCE,
-    RequestCounts,
+    RequestTally,
     counts,
 )
 from gpupoold.frontend.request_head import check_num_requests, read_head
@@ -304,7 +304,7 @@ class Router:
             holding.add((head.num_samples - 1) * len(body))
             receive = replay(body, receive)
             del body  # the API drops its reference after reading
-            count = RequestCounts(
+            count = RequestTally(
                 head.num_prompts,
                 head.num_samples,
                 asyncio.Semaphore(min(INPUTS_AT_ONCE, max_live)),

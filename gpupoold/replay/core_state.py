@@ -22,9 +22,7 @@ from typing import Any
 
 from gpupoold import domain
 from gpupoold.scheduling import (
-    actions,
     core,
-    costs,
     demand,
     events,
     observed,
@@ -32,6 +30,7 @@ from gpupoold.scheduling import (
     roles,
     rules,
     state,
+    velocity,
 )
 from gpupoold.scheduling.policies import (
     aegaeon,
@@ -44,9 +43,7 @@ from gpupoold.scheduling.policies import (
 )
 
 _SCHEDULING = (
-    actions,
     core,
-    costs,
     demand,
     events,
     observed,
@@ -54,6 +51,7 @@ _SCHEDULING = (
     roles,
     rules,
     state,
+    velocity,
 )
 _POLICIES = (
     *(aegaeon, gpupool, planned_turns),

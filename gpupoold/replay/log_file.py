@@ -21,10 +21,9 @@ import msgspec
 from gpupoold import __version__
 from gpupoold.errors import UsageError
 from gpupoold.replay.core_state import BadLine, Line, core_of, lines_of
-from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.event_log import Difference, LogEntry, LogSegment, replay_on
-from gpupoold.scheduling.events import Event
+from gpupoold.scheduling.events import Action, Event
 from gpupoold.scheduling.policies.named import POLICY_NAMES, PolicyOptions, make_policy
 from gpupoold.units import format_bytes
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn, Turn
+from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.kv_admission import admit, admits
 from gpupoold.scheduling.phases import RequestPhase, Trigger, phase_after
 from gpupoold.scheduling.policies.base import Policy

@@ -10,9 +10,8 @@ import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.events import Event, Stepped
+from gpupoold.scheduling.events import Action, Event, Stepped
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.state import State
 

@@ -1,4 +1,4 @@
-"""Events of the scheduling core. Plain data: replaying all events restores the state.
+"""Events and actions of the scheduling core. Plain data: all events replayed restore the state.
 
 Instants are seconds of any one monotonic clock.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpupoold.domain import Priority, Role, Targets
-from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.velocity import ModelCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,3 +243,60 @@ Event = (
     | MemoryChanged
     | TurnEnded
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn: ``model`` runs for ``quota_s`` once resident, or longer while no other model
+    waits.
+
+    A step takes at most ``chunk_tokens``, prompt tokens plus one per answer, so that a prompt does
+    not delay answers beyond their target; None means the engine's limit.
+    """
+
+    turn_id: int
+    model: str
+    quota_s: float
+    chunk_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a request to a device for prefill and decoding."""
+
+    request_id: str
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Migrate a request with a token, and its KV, to another device."""
+
+    request_id: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartTurn:
+    """The present turn of a device, and the next model, to be prefetched meanwhile.
+
+    A turn with the id of the present turn may change its quota, counted from the turn's start. With
+    ``then`` None the turn continues past its quota. A device whose turn ends prepares for ``then``
+    at once, without waiting for orders.
+    """
+
+    device: int
+    turn: Turn | None
+    then: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRole:
+    """Change a device's role; the core's state has the new role already."""
+
+    device: int
+    role: Role
+
+
+Action = Send | Migrate | StartTurn | ChangeRole

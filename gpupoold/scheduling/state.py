@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 from gpupoold.domain import Priority, Role, Targets
-from gpupoold.scheduling.actions import Turn
-from gpupoold.scheduling.costs import ModelCosts
-from gpupoold.scheduling.events import DeviceUp
+from gpupoold.scheduling.events import DeviceUp, Turn
 from gpupoold.scheduling.observed import (
     DEFAULT_OUTPUT_TOKENS,
     Arrivals,
@@ -19,6 +17,7 @@ from gpupoold.scheduling.observed import (
 )
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.rules import Rule
+from gpupoold.scheduling.velocity import ModelCosts
 
 # Added per request, whose last block is not full.
 _KV_BLOCK_TOKENS = 16

@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpupoold.scheduling.background import is_background_turn
-from gpupoold.scheduling.kv_admission import admits, num_ahead
+from gpupoold.scheduling.kv_admission import admits, is_background_turn, num_ahead
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.placement import place, stage
 from gpupoold.scheduling.policies.planned_turns import (

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from gpupoold.domain import Targets
 from gpupoold.latency.models import LatencyModel
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.events import Turn
 from gpupoold.sim.clock import EventQueue, Scheduled
 from gpupoold.sim.live import DeviceRequests, DeviceTally, SimLive
 from gpupoold.sim.memory import MovedBytes, SimMemory

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.costs import costs_of
+from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn
 from gpupoold.scheduling.policies.base import CannotServe, Policy
+from gpupoold.scheduling.velocity import costs_of
 from gpupoold.sim.clock import EventPriority, EventQueue
 from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.host import HostMemory, ModelCache

@@ -6,7 +6,7 @@ A box is one host, as a daemon has.
 from __future__ import annotations
 
 from gpupoold.config.budgets import Wishes, default_engines_bytes, work_out
-from gpupoold.config.machine import DeviceFacts, Machine, MachineError
+from gpupoold.config.machine import Machine, MachineDevice, MachineError
 from gpupoold.errors import UsageError
 from gpupoold.latency.hardware import hardware
 from gpupoold.sim.boxes import Box
@@ -68,5 +68,5 @@ def engine_costs(box: Box, wishes: HostWishes = NO_WISHES) -> EngineCosts | None
 
 
 def _machine(box: Box) -> Machine:
-    gpu = DeviceFacts("cuda", hardware(box.gpu).memory_bytes)
+    gpu = MachineDevice("cuda", hardware(box.gpu).memory_bytes)
     return Machine(host_bytes(box), (gpu,) * sum(box.groups))

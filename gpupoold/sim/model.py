@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from gpupoold.domain import Targets
 from gpupoold.latency.models import LatencyModel
-from gpupoold.scheduling.costs import costs_of
 from gpupoold.scheduling.events import ModelAdded
+from gpupoold.scheduling.velocity import costs_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from benchmarks.private_daemon import PrivateDaemon
-from gpupoold.api.schemas_cache import CachedModel, CacheInfo
+from gpupoold.api.schemas import CachedModel, CacheInfo
 from gpupoold.errors import Refused
 from tests.functional.daemon_tools import (
     LLAMA,

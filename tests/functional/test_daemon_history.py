@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.admin.handlers import FRESH_S
-from gpupoold.api.schemas_usage import UseInfo
+from gpupoold.api.schemas import UseInfo
 from tests.functional.conftest import MAX_REQUEST_ROWS
 from tests.functional.daemon_tools import (
     LLAMA,

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.replay.log_file import open_log, replay_file, write
-from gpupoold.scheduling.actions import Send, StartTurn
 from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.events import Send, StartTurn
 from gpupoold.sim.policies import make_policy
 from tests.functional.daemon_tools import (
     LOAD_OPTIONS,

@@ -27,7 +27,7 @@ from gpupoold.control.requests.core_shell import (
 )
 from gpupoold.domain import ModelName, Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, Send, StartTurn
+from gpupoold.scheduling.events import Action, Send, StartTurn
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m

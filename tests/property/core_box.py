@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
+from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.kv_admission import HOST_SHARE
 from gpupoold.scheduling.state import DeviceState
+from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.sim.policies import PolicyOptions, make_policy
 
 GB = 10**9

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import assume, given, strategies as st
 
 from gpupoold.config.budgets import Budgets, Wishes, work_out
-from gpupoold.config.machine import DeviceFacts, Machine, MachineError
+from gpupoold.config.machine import Machine, MachineDevice, MachineError
 
 GIB, MIB = 2**30, 2**20
 SIZES = st.integers(0, 4096 * GIB)
@@ -19,7 +19,7 @@ def machines(draw: st.DrawFn) -> Machine:
     memory_bytes = draw(st.integers(GIB, 4096 * GIB))
     kinds = draw(st.sampled_from([["cuda"], ["emulated"], ["sim"], ["cuda", "emulated"]]))
     devices = st.builds(
-        DeviceFacts,
+        MachineDevice,
         st.sampled_from(kinds),
         st.integers(4 * GIB, 192 * GIB) if "cuda" in kinds else st.integers(MIB, 64 * GIB),
         st.none() | st.integers(0, num_nodes - 1),

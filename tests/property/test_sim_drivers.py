@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.events import Turn
 from gpupoold.sim.clock import EventQueue
 from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.live import SimLive

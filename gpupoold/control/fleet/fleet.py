@@ -14,8 +14,7 @@ from typing import Any
 
 from gpupool_state import ModelRow
 from gpupoold.control.fleet.circuit_breaker import CircuitBreakers
-from gpupoold.control.fleet.device_snapshots import DeviceSnapshots
-from gpupoold.control.fleet.hosts import Hosts
+from gpupoold.control.fleet.hosts import DeviceSnapshots, Hosts
 from gpupoold.control.fleet.transitions import MODEL_TRANSITIONS, Life, ModelEvent, ModelPhase
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.domain import ModelSpec, ModelState, Targets

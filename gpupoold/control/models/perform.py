@@ -25,8 +25,8 @@ from gpupoold.errors import GpupoolError, Refused
 from gpupoold.latency.errors import LatencyError
 from gpupoold.memory.prefix_files import remove_files
 from gpupoold.memory.prefix_table import owners_of
-from gpupoold.scheduling.costs import ModelCosts, costs_of
 from gpupoold.scheduling.hosting import HostingReason
+from gpupoold.scheduling.velocity import ModelCosts, costs_of
 from gpupoold.units import format_bytes
 from gpupoold.wire import messages as m
 

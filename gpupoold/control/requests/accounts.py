@@ -7,17 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from gpupool_state import History
+from gpupool_state import History, RequestRow
 from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.accounting.meters import Meters
 from gpupoold.control.accounting.model_stats import ModelStats, SwitchStats
-from gpupoold.control.accounting.turns import TurnLog
-from gpupoold.control.accounting.usage import UsageMeter
+from gpupoold.control.accounting.usage import TurnLog, UsageMeter
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
-from gpupoold.control.requests.rows import request_row
-from gpupoold.domain import FinishReason, Lateness, RequestStages
+from gpupoold.domain import DeviceId, FinishReason, Lateness, ModelName, RequestStages
 from gpupoold.scheduling.state import DeviceState, State
-from gpupoold.stats.histogram import Histogram
+from gpupoold.stats.histogram import Histogram, percentile
 from gpupoold.wire import messages as m
 
 
@@ -279,3 +277,38 @@ def _add_lateness(lateness: Lateness, lost_s: float, stages: RequestStages, time
     lateness.queueing_s += share * stages.queueing_s
     lateness.switching_s += share * (stages.switching_s + stages.kv_s)
     lateness.computing_s += share * stages.computing_s
+
+
+def finish_reason(text: str) -> FinishReason:
+    """Convert the engine's reason for the end of an answer."""
+    try:
+        return FinishReason(text)
+    except ValueError:
+        return FinishReason.STOP  # vLLM's newer reasons ("repetition") are kinds of stopping
+
+
+def request_row(
+    request: LiveRequest, reason: FinishReason, error: str, now_s: float, wall_now_s: float
+) -> RequestRow:
+    """Build the history row of a request that ends now. ``error``: the message for the client.
+
+    ``now_s`` is monotonic, ``wall_now_s`` the same instant in seconds since the epoch.
+    """
+    gaps_s = request.gaps_s
+    return RequestRow(
+        request_id=request.request_id,
+        model=ModelName(request.counted_name),
+        device=None if request.device is None else DeviceId(request.device),
+        arrived_at=wall_now_s - (now_s - request.arrival_s),
+        ttft_s=request.ttft_s,
+        tbt_p50_s=percentile(gaps_s, 0.5),
+        tbt_p99_s=percentile(gaps_s, 0.99),
+        tbt_max_s=max(gaps_s, default=None),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=len(request.token_times_s),
+        num_tokens_in_time=request.num_in_time,
+        finish_reason=reason,
+        total_s=now_s - request.arrival_s,
+        error=error,
+        api_key=request.key_id or None,
+    )

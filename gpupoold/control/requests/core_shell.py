@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterable, Mapping
 
 from gpupool_state import History
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
-from gpupoold.control.requests.kv_peers import KvPeers
-from gpupoold.control.requests.migrations import Migrations
-from gpupoold.control.requests.rows import finish_reason
+from gpupoold.control.requests.accounts import finish_reason
+from gpupoold.control.requests.migrations import KvPeers, Migrations
 from gpupoold.control.workers.roles import Roles
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.costs import POOLING_COSTS, ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
+from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.state import State
+from gpupoold.scheduling.velocity import POOLING_COSTS, ModelCosts
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.wire import messages as m
 

@@ -16,7 +16,7 @@ from gpupoold.control.access.keyring import Keyring
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
-from gpupoold.control.requests.accounts import Accounts
+from gpupoold.control.requests.accounts import Accounts, finish_reason
 from gpupoold.control.requests.admission import Overload
 from gpupoold.control.requests.core_shell import (
     CoreShell,
@@ -29,10 +29,8 @@ from gpupoold.control.requests.core_shell import (
     model_added,
     stepped,
 )
-from gpupoold.control.requests.kv_peers import KvPeers
-from gpupoold.control.requests.migrations import Migrations, is_leaving
+from gpupoold.control.requests.migrations import KvPeers, Migrations, is_leaving
 from gpupoold.control.requests.replies import Replies, RequestListener, waits_for
-from gpupoold.control.requests.rows import finish_reason
 from gpupoold.control.requests.suspects import Isolation
 from gpupoold.control.workers.roles import Roles, configured_roles
 from gpupoold.control.workers.worker import Worker
@@ -47,10 +45,10 @@ from gpupoold.domain import (
 from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.event_kinds import DeviceEvent
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.background import has_room
-from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.kv_admission import has_room
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.scheduling.state import State
+from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.wire import messages as m
 
 _SAME_ID = "A live request has the same id. Please send the request again."

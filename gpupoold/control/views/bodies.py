@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -11,8 +13,11 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from gpupoold.api.schemas import DeviceInfo, FrontendInfo, GpuInfo, LoadingInfo
-from gpupoold.control.accounting.model_stats import ModelStats
+from gpupool_state import DeviceMinuteRow, MinuteRow, ModelRow, UsageRow
+from gpupoold.api.schemas import DeviceInfo, FrontendInfo, GpuInfo, LoadingInfo, UsageInfo, UseInfo
+from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
+from gpupoold.api.schemas_fleet import FleetModel
+from gpupoold.control.accounting.model_stats import MINUTE_S, Counts, ModelStats, counts_of
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.fleet.hosts import Engines
 from gpupoold.control.frontends.frontends import Frontend
@@ -21,6 +26,11 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import DeviceActivity, DeviceFacts, MainCounts, MemoryUse
+from gpupoold.scheduling.policies.planned_turns import Tuning
+from gpupoold.scheduling.policies.rebalancing import expected_work
+from gpupoold.scheduling.state import Model, State
+from gpupoold.scheduling.velocity import RequestClass
+from gpupoold.scheduling.wait_estimate import first_token_in_s
 from gpupoold.system.nvml import NO_READING
 from gpupoold.wire.messages import DraftCounts, ModelMemory, WorkerStatus
 
@@ -31,6 +41,14 @@ Values = dict[str, Any]
 Building the body itself takes five times as long, which dominates with hundreds of models and
 requests.
 """
+
+# Prompt of the request whose wait is estimated.
+_PROMPT_TOKENS = 256
+_LEAD_SHARE = Tuning().lead_share
+
+# Maximum number of spans in an answer.
+_MAX_SPANS = 60
+_SPANS_S = tuple(MINUTE_S * minutes for minutes in (1, 5, 15, 60, 360, 1440))
 
 
 def frontends(found: Iterable[Frontend], live: LiveRequests) -> list[FrontendInfo]:
@@ -231,3 +249,134 @@ def progress(request: LiveRequest, now_s: float) -> Values:
         "num_output_tokens": len(request.token_times_s),
         "next_deadline_in_s": request.next_deadline_s - now_s,
     }
+
+
+def usage_info(
+    since: float,
+    uses: Iterable[UsageRow],
+    devices: Iterable[DeviceMinuteRow],
+    key_names: Mapping[str, str],
+) -> UsageInfo:
+    """Return the body for sums of the history; ``key_names`` are by the keys' public ids."""
+    rows = [dict(vars(one)) for one in uses]
+    return UsageInfo(
+        since=min((row.pop("hour_at") for row in rows), default=since),
+        uses=[UseInfo(**row, key_name=key_names.get(row["api_key"], "")) for row in rows],
+        devices=[*devices],
+    )
+
+
+async def fleet_models(
+    rows: Iterable[ModelRow], dispatcher: Dispatcher, fleet: Fleet
+) -> list[FleetModel]:
+    """Return the models of this node, with the waits and the work of their requests.
+
+    Other work of the event loop comes between two models: the fleet asks twice a second.
+    """
+    state, now_s = dispatcher.state, time.monotonic()
+    rates_rps = state.arrivals.lasting.rates_rps(now_s)
+    found = []
+    for row in rows:
+        name, targets = row.spec.name, row.spec.targets
+        one = FleetModel(
+            name=name,
+            names=list(row.spec.names),
+            state=fleet.availability(name).state,
+            error=row.error,
+            weights_bytes=row.weight_bytes,
+            num_live=dispatcher.live.num_of(name),
+            first_token_in_s=None,
+            ttft_s=targets.ttft_s,
+            tbt_s=targets.tbt_s,
+            pace=row.spec.pace,
+            window_s=_LEAD_SHARE * targets.ttft_s,
+        )
+        known = state.models.get(name)
+        if known is not None:
+            _add_work(one, state, known, rates_rps.get(name, {}))
+            if fleet.is_warm(name):
+                one.first_token_in_s = first_token_in_s(state, known, _PROMPT_TOKENS, now_s)
+        found.append(one)
+        await asyncio.sleep(0)
+    return found
+
+
+def _add_work(
+    one: FleetModel, state: State, model: Model, rates_rps: Mapping[RequestClass, float]
+) -> None:
+    """Add the expected work on the host that needs the least time for it."""
+    kinds = {state.devices[number].up.kind for number in model.hosts}
+    works = [expected_work(model, rates_rps, model.speed(kind), _LEAD_SHARE) for kind in kinds]
+    if works:
+        least = min(works, key=lambda work: work.load)
+        one.load, one.busy_share, one.kv_bytes = least.load, least.busy_share, least.kv_bytes
+
+
+def span_s(window_s: float) -> int:
+    """Return the shortest usual span that divides a window into at most ``_MAX_SPANS`` parts."""
+    return next((one for one in _SPANS_S if window_s <= one * _MAX_SPANS), _SPANS_S[-1])
+
+
+def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:
+    """Return the body of a span that began ``at``."""
+    return SpanInfo(**_values(at, length_s, counts))
+
+
+def _values(at: float, length_s: float, counts: Counts) -> dict[str, Any]:
+    return {
+        "at": at,
+        "span_s": length_s,
+        "attainment": counts.attainment,
+        "lateness": counts.lateness,
+        "first_token": counts.first_token,
+        "between_tokens": counts.between_tokens,
+        **counts.counts(),
+        **vars(counts.percentiles()),
+    }
+
+
+class Spans:
+    """Sums of minutes over spans of one length, aligned to multiples of the length."""
+
+    def __init__(self, length_s: int) -> None:
+        self._length_s = length_s
+        self._counts: dict[int, Counts] = {}
+
+    def add(self, rows: Iterable[MinuteRow]) -> None:
+        """Add minutes.
+
+        Raises:
+            ValueError: a row is malformed.
+        """
+        for row in rows:
+            at = row.minute_at // self._length_s * self._length_s
+            self._counts.setdefault(at, Counts()).merge(counts_of(row))
+
+    def infos(self) -> list[SpanInfo]:
+        """Return the spans with any count, oldest first."""
+        return [span_info(at, self._length_s, self._counts[at]) for at in sorted(self._counts)]
+
+
+class ModelSums:
+    """Sums of each model's minutes over a span that began ``at``."""
+
+    def __init__(self, at: float, length_s: float) -> None:
+        self._at = at
+        self._length_s = length_s
+        self._counts: dict[str, Counts] = {}
+
+    def add(self, rows: Iterable[MinuteRow]) -> None:
+        """Add minutes.
+
+        Raises:
+            ValueError: a row is malformed.
+        """
+        for row in rows:
+            self._counts.setdefault(row.model, Counts()).merge(counts_of(row))
+
+    def infos(self) -> list[ModelSpan]:
+        """Return the span of each model with any count, by name."""
+        return [
+            ModelSpan(model=name, **_values(self._at, self._length_s, self._counts[name]))
+            for name in sorted(self._counts)
+        ]

@@ -21,7 +21,7 @@ from gpupoold.control.fleet.transitions import ModelPhase
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.views import bodies as views
-from gpupoold.control.views.spans import span_info
+from gpupoold.control.views.bodies import span_info
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, MemoryUse, ModelState, Targets

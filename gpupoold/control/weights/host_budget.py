@@ -12,8 +12,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from gpupoold.config.schema import SYSTEM_CONFIG
-from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
-from gpupoold.control.weights.lru import Candidate, choose_victims
+from gpupoold.control.weights.cache import Candidate, SnapshotCache, SnapshotId, choose_victims
 from gpupoold.errors import GpupoolError, Refused, TimedOut
 from gpupoold.units import format_bytes
 

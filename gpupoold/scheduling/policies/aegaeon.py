@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.events import Turn
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.base import Choice, InLine, Placement, SimplePolicy, working
 from gpupoold.scheduling.quota import TurnLoad, round_quotas_s

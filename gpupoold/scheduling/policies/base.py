@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.events import Turn
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, PlannedHome, Request, State
 

@@ -15,9 +15,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.actions import Turn
-from gpupoold.scheduling.background import is_background_turn, most_spare, num_others
-from gpupoold.scheduling.kv_admission import admits
+from gpupoold.scheduling.events import Turn
+from gpupoold.scheduling.kv_admission import admits, is_background_turn, most_spare, num_others
 from gpupoold.scheduling.policies.base import (
     Choice,
     InLine,

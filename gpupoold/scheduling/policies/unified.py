@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.events import Turn
 from gpupoold.scheduling.kv_admission import admits
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.aegaeon import WeightedDecode

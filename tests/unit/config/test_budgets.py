@@ -18,19 +18,19 @@ from gpupoold.config.budgets import (
     Wishes,
     work_out,
 )
-from gpupoold.config.machine import DeviceFacts, Machine, MachineError
+from gpupoold.config.machine import Machine, MachineDevice, MachineError
 from gpupoold.latency.hardware import hardware
 from gpupoold.units import parse_size_bytes
 
 DOCS = Path(__file__).parents[3] / "docs" / "configuration.md"
 GIB = 2**30
-EMULATED = DeviceFacts("emulated", 2 * GIB)
+EMULATED = MachineDevice("emulated", 2 * GIB)
 
 
 def box(num_gpus: int, gpu: str, memory_bytes: int, num_nodes: int = 1) -> Machine:
     gpu_bytes = hardware(gpu).memory_bytes
     devices = (
-        DeviceFacts("cuda", gpu_bytes, number * num_nodes // num_gpus, number)
+        MachineDevice("cuda", gpu_bytes, number * num_nodes // num_gpus, number)
         for number in range(num_gpus)
     )
     nodes = dict.fromkeys(range(num_nodes), memory_bytes // num_nodes)
@@ -131,13 +131,13 @@ def test_set_budgets_are_kept_and_the_others_follow() -> None:
 
 
 def test_simulated_devices_use_no_host_memory() -> None:
-    found = work_out(Wishes(), Machine(GIB, (DeviceFacts("sim", 80 * GIB),) * 16))
+    found = work_out(Wishes(), Machine(GIB, (MachineDevice("sim", 80 * GIB),) * 16))
     assert (found.model_cache_bytes, found.kv_host_bytes, found.reserve_bytes) == (0, 0, 0)
     assert found.parts == ()
 
 
 def test_a_simulated_host_is_divided_like_a_real_one() -> None:
-    devices = tuple(DeviceFacts("sim", one.memory_bytes, one.node) for one in MEDIUM.devices)
+    devices = tuple(MachineDevice("sim", one.memory_bytes, one.node) for one in MEDIUM.devices)
     simulated = Machine(MEDIUM.memory_bytes, devices, None, MEDIUM.node_bytes, is_simulated=True)
     found, real = work_out(Wishes(), simulated), work_out(Wishes(), MEDIUM)
     assert (found.model_cache_bytes, found.kv_host_bytes) == (
@@ -154,7 +154,7 @@ def test_devices_of_several_kinds_have_no_common_reserve() -> None:
 
 
 def test_a_gpu_of_unknown_size_gets_the_least() -> None:
-    found = work_out(Wishes(), Machine(64 * GIB, (DeviceFacts("cuda", None),)))
+    found = work_out(Wishes(), Machine(64 * GIB, (MachineDevice("cuda", None),)))
     assert (found.kv_host_bytes, found.reserve_bytes) == (2 * GIB, 3 * GIB)
 
 
@@ -190,7 +190,7 @@ REFUSED = [
         "MemoryMax=",
     ),
     (
-        Machine(24 * GIB, (DeviceFacts("emulated", 12 * GIB),) * 2),
+        Machine(24 * GIB, (MachineDevice("emulated", 12 * GIB),) * 2),
         Wishes(),
         "device",
         "emulated devices 24 GiB",
@@ -204,7 +204,7 @@ REFUSED = [
         "lower memory.reserve",
     ),
     (
-        Machine(64 * GIB, (DeviceFacts("cuda", 2 * GIB),)),
+        Machine(64 * GIB, (MachineDevice("cuda", 2 * GIB),)),
         Wishes(),
         RESERVE,
         "2.25 GiB leaves no memory of device 0, which has 2 GiB",

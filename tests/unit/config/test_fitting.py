@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from gpupoold.config.fitting import Update, fitted, update_of
-from gpupoold.config.machine import DeviceFacts, Machine, MachineError
+from gpupoold.config.machine import Machine, MachineDevice, MachineError
 from gpupoold.config.schema import Settings, parse_settings
 
 GIB = 2**30
-A10 = DeviceFacts("cuda", 24 * 10**9)
+A10 = MachineDevice("cuda", 24 * 10**9)
 MACHINE = Machine(256 * 10**9, (A10,) * 2)
 DEVICES = 'devices = ["cuda:0", "cuda:1"]\n'
 

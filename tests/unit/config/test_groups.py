@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from gpupoold.config.file import check_on_machine
-from gpupoold.config.machine import DeviceFacts, Machine, MachineError, check_groups
+from gpupoold.config.machine import Machine, MachineDevice, MachineError, check_groups
 from gpupoold.config.schema import Problem, place_of
 
 GIB = 2**30
-H100 = DeviceFacts("cuda", 80 * GIB, device=1, name="H100", ordinal=0)
+H100 = MachineDevice("cuda", 80 * GIB, device=1, name="H100", ordinal=0)
 OTHER = replace(H100, ordinal=3)
 
 
-def refusal(*devices: DeviceFacts) -> str:
+def refusal(*devices: MachineDevice) -> str:
     with pytest.raises(MachineError) as caught:
         check_groups(devices)
     assert caught.value.key == "device[1].gpus"
@@ -43,7 +43,7 @@ def test_what_is_unknown_is_not_refused() -> None:
 
 
 def test_single_gpus_may_differ_and_be_missing() -> None:
-    check_groups((H100, DeviceFacts("cuda", GIB, device=2, name="A10", is_missing=True)))
+    check_groups((H100, MachineDevice("cuda", GIB, device=2, name="A10", is_missing=True)))
 
 
 @pytest.mark.parametrize(

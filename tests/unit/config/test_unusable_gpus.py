@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from gpupoold.config.file import check_gpus_found, check_on_machine, parsed_file
-from gpupoold.config.machine import DeviceFacts, Machine, unusable_gpu
+from gpupoold.config.machine import Machine, MachineDevice, unusable_gpu
 from gpupoold.errors import Failed
 
 GIB = 2**30
-THERE = DeviceFacts("cuda", 24 * GIB, ordinal=0)
-MISSING = DeviceFacts("cuda", None, device=1, ordinal=4, is_missing=True)
-EMULATED = DeviceFacts("emulated", 2 * GIB)
+THERE = MachineDevice("cuda", 24 * GIB, ordinal=0)
+MISSING = MachineDevice("cuda", None, device=1, ordinal=4, is_missing=True)
+EMULATED = MachineDevice("emulated", 2 * GIB)
 
 
-def machine(*devices: DeviceFacts, has_cuda_engine: bool = True) -> Machine:
+def machine(*devices: MachineDevice, has_cuda_engine: bool = True) -> Machine:
     return Machine(64 * GIB, devices, has_cuda_engine=has_cuda_engine)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.config.machine import DeviceFacts, Machine
+from gpupoold.config.machine import Machine, MachineDevice
 from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.doctor.facts import Gpu, GpuFacts, MemoryFacts
 from gpupoold.doctor.machine import find_machine, machine_of
@@ -26,26 +26,26 @@ def settings(**raw: object) -> Settings:
     return parse_settings(raw, "test")
 
 
-def devices(*names: str, visible: str | None = None) -> tuple[DeviceFacts, ...]:
+def devices(*names: str, visible: str | None = None) -> tuple[MachineDevice, ...]:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     return machine_of(settings(devices=list(names)), MEMORY, GPUS, NODES, environment).devices
 
 
 def test_host_memory_without_reserved_huge_pages() -> None:
     found = machine_of(settings(devices=["emulated"]), MEMORY, GpuFacts(), NODES)
-    assert found == Machine(240 * GIB, (DeviceFacts("emulated", 2 * GIB),), 128 * GIB, NODES)
+    assert found == Machine(240 * GIB, (MachineDevice("emulated", 2 * GIB),), 128 * GIB, NODES)
     assert found.usable_bytes == 128 * GIB
 
 
 def test_gpus_by_index() -> None:
     assert devices("cuda:1", "cuda:0") == (
-        DeviceFacts("cuda", 80 * GIB, 1, 0, "H100", 1),
-        DeviceFacts("cuda", 22 * GIB, 0, 1, "A10", 0),
+        MachineDevice("cuda", 80 * GIB, 1, 0, "H100", 1),
+        MachineDevice("cuda", 22 * GIB, 0, 1, "A10", 0),
     )
 
 
 def test_a_group_has_the_facts_of_each_gpu() -> None:
-    group, single = DeviceFacts("emulated", 2 * GIB), DeviceFacts("emulated", GIB, device=1)
+    group, single = MachineDevice("emulated", 2 * GIB), MachineDevice("emulated", GIB, device=1)
     raw = [
         {"kind": "emulated", "gpus": 2},
         {"kind": "emulated", "memory": "1GiB"},
@@ -64,31 +64,31 @@ def test_simulated_groups_are_spread_over_the_nodes() -> None:
 
 @pytest.mark.parametrize("visible", ["1", "GPU-bb-2", "GPU-bb"])
 def test_gpus_as_cuda_numbers_them(visible: str) -> None:
-    assert devices("cuda:0", visible=visible) == (DeviceFacts("cuda", 80 * GIB, 1, 0, "H100", 0),)
+    assert devices("cuda:0", visible=visible) == (MachineDevice("cuda", 80 * GIB, 1, 0, "H100", 0),)
 
 
 @pytest.mark.parametrize("visible", ["7", "GPU-cc", ""])
 def test_a_gpu_that_is_not_there_has_no_known_size(visible: str) -> None:
     assert devices("cuda:0", visible=visible) == (
-        DeviceFacts("cuda", None, ordinal=0, is_missing=True),
+        MachineDevice("cuda", None, ordinal=0, is_missing=True),
     )
     without_driver = machine_of(settings(devices=["cuda:0"]), MEMORY, GpuFacts(), NODES, {})
-    assert without_driver.devices == (DeviceFacts("cuda", None, ordinal=0),)
+    assert without_driver.devices == (MachineDevice("cuda", None, ordinal=0),)
     nothing = GpuFacts(problem="NVML Shared Library Not Found", has_none=True)
     found = machine_of(settings(devices=["cuda:0"]), MEMORY, nothing, NODES, {}).devices
-    assert found == (DeviceFacts("cuda", None, ordinal=0, is_missing=True),)
+    assert found == (MachineDevice("cuda", None, ordinal=0, is_missing=True),)
 
 
 def test_a_part_of_a_gpu_is_taken_to_be_there() -> None:
-    assert devices("cuda:0", visible="MIG-aa") == (DeviceFacts("cuda", None, ordinal=0),)
+    assert devices("cuda:0", visible="MIG-aa") == (MachineDevice("cuda", None, ordinal=0),)
 
 
 def test_a_device_uses_at_most_its_memory() -> None:
     raw = [{"kind": "cuda", "index": 1, "memory": "30GiB"}, {"kind": "sim", "gpu": "H800"}]
     found = machine_of(settings(device=raw), MEMORY, GPUS, NODES, {})
     assert found.devices == (
-        DeviceFacts("cuda", 30 * GIB, 1, 0, "H100", 1),
-        DeviceFacts("sim", hardware("H800").memory_bytes, device=1),
+        MachineDevice("cuda", 30 * GIB, 1, 0, "H100", 1),
+        MachineDevice("sim", hardware("H800").memory_bytes, device=1),
     )
 
 

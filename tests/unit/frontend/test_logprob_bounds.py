@@ -14,7 +14,7 @@ from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.request_bounds import (
     MAX_ENTRIES,
     MAX_ENTRIES_AT_ONCE,
-    RequestCounts,
+    RequestTally,
     counts,
 )
 from gpupoold.frontend.vllm_bounds import (
@@ -29,7 +29,7 @@ from gpupoold.frontend.vllm_bounds import (
 def counting_logprobs(
     has_limit: bool, max_entries: int = MAX_ENTRIES
 ) -> AbstractContextManager[None]:
-    return counts.holding(RequestCounts(1, 1, asyncio.Semaphore(), has_limit, max_entries))
+    return counts.holding(RequestTally(1, 1, asyncio.Semaphore(), has_limit, max_entries))
 
 
 def params(**fields: Any) -> Any:

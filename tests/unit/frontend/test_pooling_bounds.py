@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.pooling_bodies import without_token_ids
-from gpupoold.frontend.request_bounds import RequestCounts, counts
+from gpupoold.frontend.request_bounds import RequestTally, counts
 from gpupoold.frontend.vllm_bounds import (
     MAX_NUMBERS,
     MAX_PROMPT_TOKENS,
@@ -146,7 +146,7 @@ def test_token_ids_pass_vllm_s_validator_by(ids: Any) -> None:
     bound_pooling(state, 512)
     body, token_ids = without_token_ids(json.dumps({"model": "m", "input": ids}).encode())
     assert json.loads(body) == {"model": "m", "input": [0]}
-    with counts.holding(RequestCounts(1, 1, asyncio.Semaphore(4), token_ids=token_ids)):
+    with counts.holding(RequestTally(1, 1, asyncio.Semaphore(4), token_ids=token_ids)):
         request = SimpleNamespace(input=[0])
         made = asyncio.run(state.serving_pooling._init_ctx(None, request))
     assert made.request.input == ids
@@ -170,7 +170,7 @@ def test_some_inputs_at_a_time_are_in_the_engine() -> None:
             now -= 1
 
     async def run() -> None:
-        with counts.holding(RequestCounts(1, 1, asyncio.Semaphore(4))):
+        with counts.holding(RequestTally(1, 1, asyncio.Semaphore(4))):
             await asyncio.gather(*(one() for _ in range(20)))
 
     asyncio.run(run())

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from vllm.exceptions import VLLMValidationError
 
-from gpupoold.frontend.request_bounds import RequestCounts, counts
+from gpupoold.frontend.request_bounds import RequestTally, counts
 from gpupoold.frontend.vllm_bounds import MAX_PROMPT_TOKENS, bound_renderer, check_words
 
 
@@ -64,7 +64,7 @@ def test_all_prompts_of_a_request_count(
     made = renderer(131_072)
 
     async def render() -> None:
-        with counts.holding(RequestCounts(1, num_samples, asyncio.Semaphore())):
+        with counts.holding(RequestTally(1, num_samples, asyncio.Semaphore())):
             for length in lengths:
                 prompt = {"prompt_token_ids": [1] * length}
                 await asyncio.create_task(made.process_for_engine_async(prompt, 0.0))
@@ -78,7 +78,7 @@ def test_all_prompts_of_a_request_count(
 
 def test_a_long_context_takes_one_such_prompt() -> None:
     made = renderer(2 * MAX_PROMPT_TOKENS)
-    with counts.holding(RequestCounts(1, 1, asyncio.Semaphore())):
+    with counts.holding(RequestTally(1, 1, asyncio.Semaphore())):
         prompt = {"prompt_token_ids": [1] * (2 * MAX_PROMPT_TOKENS)}
         assert asyncio.run(made.process_for_engine_async(prompt, 0.0)) is prompt
 

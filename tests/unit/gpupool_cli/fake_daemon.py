@@ -23,20 +23,22 @@ from pydantic import BaseModel
 
 from gpupoold.api.schemas import (
     AdditionInfo,
+    BatchInfo,
+    CachedModel,
+    CacheInfo,
     DeviceInfo,
     ErrorBody,
     Ps,
     RequestInfo,
+    SetCachedRequest,
     SetDeviceRequest,
     SetHostingRequest,
+    UsageInfo,
 )
-from gpupoold.api.schemas_batches import BatchInfo
-from gpupoold.api.schemas_cache import CachedModel, CacheInfo, SetCachedRequest
 from gpupoold.api.schemas_config import ChangeInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress, SetModelRequest
 from gpupoold.api.schemas_top import TurnInfo
-from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.domain import Event, RequestRecord, Switch
 from gpupoold.errors import (
     GpupoolError,

@@ -10,13 +10,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic_core import to_json
 
-from gpupoold.api.schemas import LogLine, OperateRequest, Ps, Status
-from gpupoold.api.schemas_batches import BatchInfo
+from gpupoold.api.schemas import (
+    BatchInfo,
+    LogLine,
+    MachineInfo,
+    OperateRequest,
+    Ps,
+    Status,
+    UsageInfo,
+)
 from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
-from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
-from gpupoold.api.schemas_usage import UsageInfo
 from gpupoold.domain import Event, RequestRecord, Switch
 from gpupoold.errors import Failed, NoSuchModel, NoSuchRequest, Refused
 from tests.unit.gpupool_cli import samples

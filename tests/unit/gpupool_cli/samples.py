@@ -6,10 +6,18 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from gpupoold.api.schemas import DeviceInfo, EngineInfo, ModelUsage, Ps, RequestInfo, Status
-from gpupoold.api.schemas_cache import CachedModel, CacheInfo
+from gpupoold.api.schemas import (
+    CachedModel,
+    CacheInfo,
+    DeviceInfo,
+    EngineInfo,
+    MachineInfo,
+    ModelUsage,
+    Ps,
+    RequestInfo,
+    Status,
+)
 from gpupoold.api.schemas_config import ConfigInfo, EffectName, SettingInfo
-from gpupoold.api.schemas_machine import MachineInfo
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.api.schemas_top import TopModel, TurnInfo
 from gpupoold.domain import Event, Folder, ModelName, Switch

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, replace
 
 from gpupool_cli import output
-from gpupoold.api.schemas_batches import BatchInfo
+from gpupoold.api.schemas import BatchInfo
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 

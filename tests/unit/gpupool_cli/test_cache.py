@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupool_cli import output
-from gpupoold.api.schemas_cache import CacheInfo
+from gpupoold.api.schemas import CacheInfo
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

@@ -11,8 +11,8 @@ from gpupoold.domain import Targets
 from gpupoold.replay.log_file import Header, lines, write
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import RecordedCore
+from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.sim.policies import make_policy
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

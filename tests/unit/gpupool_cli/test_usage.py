@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from gpupoold.api.schemas_usage import UseInfo
+from gpupoold.api.schemas import UseInfo
 from gpupoold.domain import DeviceUse
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

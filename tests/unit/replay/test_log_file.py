@@ -15,11 +15,11 @@ from gpupoold.errors import UsageError
 from gpupoold.replay import log_file
 from gpupoold.replay.log_file import Header, lines, open_log, replay_file, write
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.event_log import LogEntry, RecordedCore
+from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.policies.named import POLICY_NAMES, PolicyOptions, make_policy
+from gpupoold.scheduling.velocity import ModelCosts
 
 HEADER = '{"policy":"gpupool","options":{"num_prefill":null},"format":"gpupool-event-log-2"}\n'
 

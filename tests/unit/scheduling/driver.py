@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from gpupoold.domain import Priority, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.costs import ModelCosts
+from gpupoold.scheduling.events import Action, Migrate, Send, StartTurn
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.base import Choice, Placement, Policy, SimplePolicy, working
 from gpupoold.scheduling.state import DeviceState, State
+from gpupoold.scheduling.velocity import ModelCosts
 
 GB = 10**9
 STEP_S = 0.025

@@ -8,7 +8,7 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action
+from gpupoold.scheduling.events import Action
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.policies.planned_turns import Loads
 from gpupoold.scheduling.rules import Rule

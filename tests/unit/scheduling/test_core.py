@@ -8,8 +8,8 @@ import pytest
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import ChangeRole, Turn
 from gpupoold.scheduling.core import UnknownName
+from gpupoold.scheduling.events import ChangeRole, Turn
 from gpupoold.scheduling.phases import IllegalTransition, RequestPhase
 from gpupoold.scheduling.policies.base import Placement
 from gpupoold.scheduling.policies.named import make_policy

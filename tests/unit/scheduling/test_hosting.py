@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.events import Hostable
 from gpupoold.scheduling.hosting import (
     HOME_IDLE_S,
@@ -19,6 +18,7 @@ from gpupoold.scheduling.hosting import (
     victims,
 )
 from gpupoold.scheduling.state import Model, State
+from gpupoold.scheduling.velocity import ModelCosts
 
 FIXED, NEEDED = HostingReason.FIXED, HostingReason.NEEDED
 LATE, SPARE, HOME = HostingReason.LATE, HostingReason.SPARE, HostingReason.HOME

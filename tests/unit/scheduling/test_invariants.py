@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.events import Turn
 from gpupoold.scheduling.invariants import InvariantBroken, check_state
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.state import Batch, State

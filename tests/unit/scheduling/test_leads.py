@@ -7,13 +7,13 @@ import math
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.events import DeviceUp
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.gpupool import turn_for_lead
 from gpupoold.scheduling.policies.planned_turns import PlannedTurn, Tuning, rank_planned_turns
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request
+from gpupoold.scheduling.velocity import ModelCosts
 
 GB = 10**9
 TUNING = Tuning()

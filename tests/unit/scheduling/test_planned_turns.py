@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.planned_turns import (
     BatchWork,
@@ -17,6 +16,7 @@ from gpupoold.scheduling.policies.planned_turns import (
 )
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, Model, Request
+from gpupoold.scheduling.velocity import ModelCosts
 
 TUNING = Tuning()
 NO_SWITCH = Switching(TUNING.turn_min_s, is_exposed=False)

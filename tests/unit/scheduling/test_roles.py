@@ -6,11 +6,11 @@ import pytest
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import ChangeRole
-from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.demand import Demand
+from gpupoold.scheduling.events import ChangeRole
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.roles import best_split, busiest_stage, covers
+from gpupoold.scheduling.velocity import ModelCosts
 from tests.unit.scheduling.driver import GB, Driver
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Turn
+from gpupoold.scheduling.events import Turn
 from gpupoold.sim.clock import EventQueue
 from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.live import SimLive

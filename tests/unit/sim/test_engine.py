@@ -9,10 +9,9 @@ import pytest
 
 from gpupoold.domain import Role
 from gpupoold.errors import UsageError
-from gpupoold.scheduling.actions import Action
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.event_log import RecordedCore, replay_on
-from gpupoold.scheduling.events import Event, Tick
+from gpupoold.scheduling.events import Action, Event, Tick
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from gpupoold.errors import UsageError
-from gpupoold.scheduling.actions import Action
-from gpupoold.scheduling.events import Event
+from gpupoold.scheduling.events import Action, Event
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.device import BoxDevice

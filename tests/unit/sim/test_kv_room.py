@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from gpupoold.scheduling.actions import Action
-from gpupoold.scheduling.events import Event
+from gpupoold.scheduling.events import Action, Event
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.policies import PolicyOptions, make_policy

@@ -9,8 +9,8 @@ import pytest
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action, Migrate, Send, StartTurn
 from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.events import Action, Migrate, Send, StartTurn
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpupool_state import History, Registry
-from gpupoold.api.schemas_cache import CachedModel
+from gpupoold.api.schemas import CachedModel
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.weights.host_budget import CacheFull

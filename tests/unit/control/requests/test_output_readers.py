@@ -11,7 +11,7 @@ from gpupoold.config.sections import LimitSettings
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Priority
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.actions import Action
+from gpupoold.scheduling.events import Action
 from gpupoold.wire import messages as m
 from tests.unit.control.requests.dispatcher_bench import NAME, Bench, due_to
 

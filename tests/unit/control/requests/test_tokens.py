@@ -12,8 +12,7 @@ from gpupoold.control.accounting.model_stats import Counts, ModelStats
 from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.requests.accounts import TokenCounter
 from gpupoold.domain import RequestStages, Targets
-from gpupoold.scheduling.actions import Turn
-from gpupoold.scheduling.events import DeviceUp
+from gpupoold.scheduling.events import DeviceUp, Turn
 from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.wire import messages as m
 from tests.unit.control.live import live_request

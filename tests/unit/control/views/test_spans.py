@@ -6,8 +6,8 @@ import pytest
 
 from gpupool_state import MinuteRow
 from gpupoold.control.accounting.model_stats import Counts
+from gpupoold.control.views.bodies import ModelSums, Spans, span_s
 from gpupoold.control.views.explain import advice, main_cause
-from gpupoold.control.views.spans import ModelSums, Spans, span_s
 from gpupoold.domain import Lateness, RequestStages, Targets
 from gpupoold.stats.histogram import Histogram
 

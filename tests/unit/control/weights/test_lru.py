@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, strategies as st
 
-from gpupoold.control.weights.lru import Candidate, choose_victims, start_order
+from gpupoold.control.weights.cache import Candidate, choose_victims, start_order
 
 
 def snapshot(model: str, num_bytes: int, last_used_at: float, **flags: bool) -> Candidate[str]:

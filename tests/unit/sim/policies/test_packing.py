@@ -9,13 +9,13 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.costs import ModelCosts
 from gpupoold.scheduling.events import DeviceUp
 from gpupoold.scheduling.observed import OutputLengthPredictor
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request
+from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.sim.policies.baselines import BestFitPolicy, PowerOfTwoPolicy, ShortestQueuePolicy
 from gpupoold.sim.policies.packing import Constraint, Limits, load_norm, peak_kv_bytes, violated
 from tests.unit.scheduling.driver import Driver

@@ -21,7 +21,8 @@ class Host:
     """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
 
     ``memory`` is the memory of the model's engine outside the pages, ``why`` the reason for the
-    engine on this worker, and ``options`` are the engine's options.
+    engine on this worker, and ``options`` are the engine's options, None while the
+    engine is being replaced, or if nobody has waited for the end.
     """
 
     def __init__(self, model: str, number: int) -> None:
@@ -29,7 +30,7 @@ class Host:
         self.layout_digest = ""
         self.memory = NOTHING
         self.why = ""
-        self.options: Mapping[str, str] = {}
+        self.options: Mapping[str, str] | None = {}
 
     @property
     def phase(self) -> HostPhase:

@@ -17,7 +17,7 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import cached, fetched, folder_of
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free, find_model
-from gpupoold.control.models.parts import ControlParts, ModelPart
+from gpupoold.control.models.parts import ControlParts, ModelPart, uncut
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Adapter, RemoveMode
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
@@ -153,8 +153,7 @@ class ModelAdapters(ModelPart):
                 await self._load(row.spec.name, adapter)
                 await self._mounts.remount(row.spec)
             except BaseException:
-                await writing
-                await self._undo(adapter)
+                await uncut(self._undo(writing, adapter))
                 raise
         text = f"adapter {adapter.name} of rank {adapter.rank} from {adapter.path}"
         self._history.record_event("info", "adapter_added", row.spec.name, text)
@@ -201,7 +200,8 @@ class ModelAdapters(ModelPart):
         self._history.record_event("info", "adapter_removed", row.spec.name, text)
         return row
 
-    async def _undo(self, adapter: Adapter) -> None:
+    async def _undo(self, writing: asyncio.Task[ModelRow], adapter: Adapter) -> None:
+        await writing
         row = await self._registry.remove_further(adapter.name)
         await self._unload(row.spec.name, adapter)
         with contextlib.suppress(GpupoolError):

@@ -19,7 +19,7 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.intake import Intake
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_names_free, find_model
-from gpupoold.control.models.parts import ControlParts, ModelPart
+from gpupoold.control.models.parts import ControlParts, ModelPart, uncut
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.domain import ModelSpec, ModelState
 from gpupoold.errors import GpupoolError, Refused
@@ -128,8 +128,8 @@ class Additions(ModelPart):
             await self._registry.set_state(spec.name, ModelState.LOADING)
             await self._controller.add(spec.name, weight_bytes)
         except BaseException as error:
-            await registering
-            await self._undo(spec.name, str(error) or "the client disconnected")
+            reason = str(error) or "the client disconnected"
+            await uncut(self._undo(registering, spec.name, reason))
             raise
         finally:
             self._controller.end_addition(spec.name)
@@ -143,7 +143,8 @@ class Additions(ModelPart):
         self._fleet.register(spec)
         return added
 
-    async def _undo(self, name: str, reason: str) -> None:
+    async def _undo(self, registering: asyncio.Task[ModelRow], name: str, reason: str) -> None:
+        await registering
         try:
             await self._controller.remove(name, "was not added")
         finally:

@@ -31,7 +31,6 @@ from gpupoold.control.models.state import (
     ModelStep,
     ModelView,
     StepKind,
-    WeightsState,
     desired,
 )
 from gpupoold.control.models.steps import STARTING_S, Decision, FailureVerdict, next_steps, verdict
@@ -58,6 +57,7 @@ class _Lane:
     ``waits`` has the latest wait and the time of the next try by the key of a failed step.
     ``blocked`` are the devices whose loads wait for other steps. ``added``, ``warm``, ``replaced``,
     ``removed`` and ``settled`` are the clients that wait.
+    ``engine`` are the options that the engines get for a user, who registers the options later.
     """
 
     steps: dict[ModelStep, asyncio.Task[None]] = field(default_factory=dict)
@@ -65,6 +65,7 @@ class _Lane:
     waits_since_s: float | None = None
     blocked: frozenset[int] = frozenset()
     expected_bytes: int = 0
+    engine: dict[str, str] | None = None
     is_added: bool = False
     added: list[asyncio.Future[None]] = field(default_factory=list)
     warm: list[asyncio.Future[None]] = field(default_factory=list)
@@ -82,6 +83,11 @@ class _Lane:
     def clients(self) -> tuple[list[asyncio.Future[None]], ...]:
         """The clients that are told of failures, and of a removal by another client."""
         return self.added, self.warm, self.replaced
+
+    def wished(self, row: ModelRow) -> ModelRow:
+        """Return the model with the options that its engines get."""
+        engine = row.spec.engine if self.engine is None else self.engine
+        return replace(row, spec=replace(row.spec, engine=engine))
 
     def note(self, error: GpupoolError) -> None:
         """Keep a failure for the clients that wait until the model is settled."""
@@ -186,7 +192,8 @@ class ModelController(ModelPart):
 
         Workers that start for the first time are waited for.
         """
-        starting = [self._supervisor.wait_ready(self._worker(one)) for one in self._starting()]
+        supervisor = self._supervisor
+        starting = [supervisor.wait_ready(supervisor.workers[one]) for one in self._starting()]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STARTING_S):
                 await asyncio.gather(*starting, return_exceptions=True)
@@ -207,18 +214,21 @@ class ModelController(ModelPart):
         self.abandon(name, reason)
         await self._wait(name, self._lanes[name].removed)
 
-    async def replace(self, name: str) -> None:
-        """Return when all engines of a model have the model's options.
+    async def replace(self, name: str, engine: dict[str, str]) -> None:
+        """Return when all engines of a model have the options ``engine``.
 
-        The caller changes the model for a user.
+        The caller changes the model for a user, and then registers the options.
 
         Raises:
             GpupoolError: an engine was not replaced; the next try follows.
         """
-        waits = self._lanes[name].waits
-        for key in [one for one in waits if one.startswith(StepKind.REPLACE)]:
-            del waits[key]
-        await self._wait(name, self._lanes[name].replaced)
+        lane = self._lanes[name]
+        kept = [one for one in lane.waits.items() if not one[0].startswith(StepKind.REPLACE)]
+        lane.waits, lane.engine = dict(kept), engine
+        try:
+            await self._wait(name, lane.replaced)
+        finally:
+            lane.engine = None
 
     def abandon(self, name: str, reason: str) -> None:
         """Cancel the steps of a model that do not take the model off devices."""
@@ -324,6 +334,7 @@ class ModelController(ModelPart):
     def _decide_on(self, row: ModelRow, now_s: float) -> None:
         name = row.spec.name
         lane = self._lanes[name]
+        row = lane.wished(row)
         hosts, devices = self._fleet.hosts, self._fleet.availability(name).devices
         if all(hosts.of(name, one).options == row.spec.engine for one in devices):
             _resolve(lane.replaced)  # before the state: the user holds the model again
@@ -350,15 +361,14 @@ class ModelController(ModelPart):
 
     def _answer(self, name: str, lane: _Lane, decision: Decision) -> None:
         """Let requests and clients go on that need wait no longer."""
-        now = self._fleet.availability(name)
-        if self._fleet.is_open(name) and ModelStep(StepKind.OPEN) not in lane.steps:
+        is_open, now = self._fleet.is_open(name), self._fleet.availability(name)
+        if is_open and ModelStep(StepKind.OPEN) not in lane.steps:
             _resolve(lane.added)
         if self._fleet.is_warm(name):
             self._dispatcher.go_on(name)
-            if self._fleet.is_open(name) and now.phase is ModelPhase.READY:
-                is_bringing = any(one.kind is StepKind.BRING for one in lane.steps)
-                if not is_bringing:
-                    _resolve(lane.warm)
+            is_bringing = any(one.kind is StepKind.BRING for one in lane.steps)
+            if is_open and now.phase is ModelPhase.READY and not is_bringing:
+                _resolve(lane.warm)
         if not (lane.steps or decision.steps or decision.blocked):
             _resolve(lane.settled)
 
@@ -367,12 +377,12 @@ class ModelController(ModelPart):
         now, breakers = self._fleet.availability(name), self._fleet.breakers
         workers = self._supervisor.workers
         hosts = {one.number: self._host(row, lane, one) for one in workers}
-        is_trial = breakers.is_half_open(name)
+        size = max(row.weight_bytes, lane.expected_bytes)
         return ModelView(
             phase=now.phase,
             hosts=hosts,
             weights={
-                degree: self._weights(row, lane, degree)
+                degree: self._snapshots.weights(name, degree, size)
                 for degree in {one.degree for one in hosts.values() if one.degree}
             },
             devices=now.devices,
@@ -383,7 +393,7 @@ class ModelController(ModelPart):
             is_recorded=row.state is now.state and row.error == now.reason,
             is_shut_out=breakers.is_shut_out(name),
             is_failed=now.retry_at_s is not None,
-            is_trial=is_trial,
+            is_trial=breakers.is_half_open(name),
             is_held=self._fleet.is_held(name) and not (lane.is_added or lane.replaced),
             is_added=lane.is_added,
             is_wished=bool(lane.warm),
@@ -408,10 +418,6 @@ class ModelController(ModelPart):
             is_resting=number in snapshots.resting(row.spec.name),
             is_outdated=host.options != row.spec.engine,
         )
-
-    def _weights(self, row: ModelRow, lane: _Lane, degree: int) -> WeightsState:
-        size = max(row.weight_bytes, lane.expected_bytes)
-        return self._snapshots.weights(row.spec.name, degree, size)
 
     def _plan(self, row: ModelRow, state: ModelView, now_s: float) -> HostingPlan:
         absent = [one for one in state.hosts.values() if one.phase is HostPhase.ABSENT]
@@ -438,7 +444,7 @@ class ModelController(ModelPart):
 
     def _begin(self, row: ModelRow, lane: _Lane, step: ModelStep) -> None:
         name = row.spec.name
-        worker = self._worker(step.number) if step.kind is StepKind.LOAD else None
+        worker = self._supervisor.workers[step.number] if step.kind is StepKind.LOAD else None
         if worker is not None:
             worker.num_loads += 1
             self._counted = None
@@ -465,6 +471,7 @@ class ModelController(ModelPart):
         now = await self._registry.get(name)  # a change may have ended after the list was read
         if now is None:
             return
+        now = lane.wished(now)
         try:
             if step.kind is StepKind.FAIL:
                 raise self._end_of_wait(now, lane, step)
@@ -559,7 +566,7 @@ class ModelController(ModelPart):
 
     def _note_loaded(self, number: int) -> None:
         """Record that a new worker has loaded the models of its start, if no load is due."""
-        worker = self._worker(number)
+        worker = self._supervisor.workers[number]
         is_due = worker.num_loads or any(number in one.blocked for one in self._lanes.values())
         if worker.is_ready and not is_due:
             worker.has_loaded = True
@@ -570,9 +577,6 @@ class ModelController(ModelPart):
     def _starting(self) -> list[int]:
         """Return the workers that start for the first time."""
         return [one.number for one in self._supervisor.up if one.state == "starting"]
-
-    def _worker(self, number: int) -> Worker:
-        return self._supervisor.workers[number]
 
     def _forget(self, name: str) -> None:
         lane = self._lanes.get(name)

@@ -215,15 +215,19 @@ class EngineRoom(ModelPart):
     ) -> None:
         """Claim the place of one idle engine after another, which their models' controllers give.
 
-        Each model is asked once.
+        Each model is asked once; an engine that did not leave counts as busy.
         """
         asked: set[str] = set()
         while True:
             device = self.device(worker)
-            others = {one: two for one, two in device.engines.items() if one != name}
+            others = {
+                one: replace(engine, is_busy=engine.is_busy or one in asked)
+                for one, engine in device.engines.items()
+                if one != name
+            }
             device = replace(device, engines=others)
             chosen = victims(device, num_bytes, reason)
-            if chosen is None or not asked.isdisjoint(chosen[:1]):
+            if chosen is None:
                 raise _full(name, _arithmetic(device, num_bytes))
             if not chosen:
                 return

@@ -25,7 +25,7 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.names import check_own_model, find_model
 from gpupoold.control.models.parking import Parking
-from gpupoold.control.models.parts import ControlParts, ModelPart
+from gpupoold.control.models.parts import ControlParts, ModelPart, uncut
 from gpupoold.control.models.perform import Performer
 from gpupoold.control.models.presets import Presets
 from gpupoold.control.models.snapshots import ModelSnapshots
@@ -260,11 +260,16 @@ class ModelLifecycle(ModelPart, RequestListener):
         try:
             await self._apply(old, new, has_same_engine=has_same_engine)
         except BaseException:
-            try:
-                await self._apply(new, old, has_same_engine=has_same_engine)
-            except GpupoolError as error:
-                _logger.error("%s has the earlier options again: %s", old.name, error)
-            await divisions.keep(old, known)
+
+            async def take_back() -> None:
+                try:
+                    await self._registry.set_engine(old.name, old.engine)
+                    await self._apply(new, old, has_same_engine=has_same_engine)
+                except GpupoolError as error:
+                    _logger.error("%s has the earlier options again: %s", old.name, error)
+                await divisions.keep(old, known)
+
+            await uncut(take_back())
             raise
         await divisions.keep(new)
         self._snapshots.drop_outdated(old.name)
@@ -272,11 +277,12 @@ class ModelLifecycle(ModelPart, RequestListener):
 
     async def _apply(self, old: ModelSpec, new: ModelSpec, *, has_same_engine: bool) -> None:
         name = new.name
-        self._fleet.changed((await self._registry.set_engine(name, new.engine)).spec)
         for number in self._fleet.availability(name).devices if has_same_engine else ():
             host = self._fleet.hosts.of(name, number)
             host.options = new.engine if host.options == old.engine else host.options
-        await self.controller.replace(name)
+        await self.controller.replace(name, new.engine)
+        # Not before: after a power loss the model would have options that no engine has taken.
+        self._fleet.changed((await self._registry.set_engine(name, new.engine)).spec)
         if self._fleet.loaded(name) is not None:
             await self.mounts.mount(new)
 
@@ -360,9 +366,11 @@ class ModelLifecycle(ModelPart, RequestListener):
                         return row  # another removal was faster
                     if mode == "refuse":
                         _check_without_adapters(now.spec)
-                    self._dispatcher.fail_model(model, f"{model} was removed")
-                    await self.controller.remove(model, "was removed")
-            self._history.record_event("info", "model_removed", model, "removed")
+                    try:
+                        await self.controller.remove(model, "was removed")
+                    finally:
+                        if not self._fleet.knows(model):
+                            self._history.record_event("info", "model_removed", model, "removed")
         finally:
             await self.mounts.publish()
         return row

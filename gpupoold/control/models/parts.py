@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from gpupool_state import History, Registry
@@ -25,6 +27,15 @@ class ControlParts:
     fleet: Fleet
     dispatcher: Dispatcher
     supervisor: WorkerSupervisor
+
+
+async def uncut(work: Coroutine[None, None, None]) -> None:
+    """Do all of ``work`` for a caller that ends with an error, also if cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait((task,))
+    await task
 
 
 class ModelPart:

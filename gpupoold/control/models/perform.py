@@ -21,7 +21,7 @@ from gpupoold.control.models.state import ModelStep, StepKind
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.domain import ModelSpec
-from gpupoold.errors import GpupoolError, Refused
+from gpupoold.errors import GpupoolError, Refused, TimedOut
 from gpupoold.latency.errors import LatencyError
 from gpupoold.memory.prefix_files import remove_files
 from gpupoold.memory.prefix_table import owners_of
@@ -90,6 +90,7 @@ class Performer(ModelPart):
 
     async def _remove(self, name: str) -> None:
         """Unload and forget a model; a worker that does not answer has the model no longer."""
+        self._dispatcher.fail_model(name, f"{name} was removed")
         self._dispatcher.forget(name)
         try:
             await self._take_off(name)
@@ -267,19 +268,25 @@ class Performer(ModelPart):
             async with worker.load_lock:
                 # Both engines exist for a moment.
                 await self._room.make(name, worker, HostingReason.NEEDED, beside_itself=True)
-                loaded, fd = await self._supervisor.load(
-                    worker, to_load(spec, self._settings), given, budget_s
-                )
-            self._fleet.hosts.of(name, worker.number).options = spec.engine
+                host = self._fleet.hosts.of(name, worker.number)
+                present, host.options = host.options, None
+                try:
+                    loaded, fd = await self._supervisor.load(
+                        worker, to_load(spec, self._settings), given, budget_s
+                    )
+                except TimedOut:
+                    raise  # the worker may still replace the engine
+                except GpupoolError:
+                    host.options = present
+                    raise
+            host.options = spec.engine
             try:
                 if fd is not None:
                     await self._snapshots.keep_changed(fd, spec, worker, loaded)
-            except BaseException:
+                await self._keep_engine_bytes(name, worker, loaded)
+                await self._serve(spec, worker, loaded)
+            finally:
                 self._dispatcher.restart_dropped(worker, loaded.dropped)
-                raise
-        await self._keep_engine_bytes(name, worker, loaded)
-        await self._serve(spec, worker, loaded)
-        self._dispatcher.restart_dropped(worker, loaded.dropped)
 
     async def _warm(self, row: ModelRow, work: Callable[[], Awaitable[None]]) -> None:
         """Do ``work`` on the model's snapshots, which stay meanwhile."""
@@ -397,7 +404,7 @@ class Performer(ModelPart):
     async def _take_off(self, name: str) -> None:
         self._mounts.unmount(name)
         unloads = (self._supervisor.unload(one, name) for one in self._supervisor.workers)
-        await asyncio.gather(*unloads)
+        _raise_first(await asyncio.gather(*unloads, return_exceptions=True))
 
     def _workers_of(self, model: str, degree: int = 0) -> list[Worker]:
         """Return the workers that need the model's snapshot, of one degree or of all."""

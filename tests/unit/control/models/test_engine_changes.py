@@ -113,9 +113,9 @@ async def test_a_worker_that_keeps_the_new_options_is_tried_again(box: ModelsBox
     controller = box.lifecycle.controller
     replace = controller.replace
 
-    async def replaced(name: str) -> None:
+    async def replaced(name: str, engine: dict[str, str]) -> None:
         try:
-            await replace(name)
+            await replace(name, engine)
         finally:
             box.errors[f"a on {first}"] = Failed("no memory either")
 
@@ -125,7 +125,7 @@ async def test_a_worker_that_keeps_the_new_options_is_tried_again(box: ModelsBox
             await box.lifecycle.set("a", SetModelRequest(engine={"max_num_seqs": "8"}))
     assert box.fleet.hosts.of("a", first).options == {"max_num_seqs": "8"}
     box.errors.clear()
-    await controller.replace("a")
+    await controller.replace("a", {})
     assert box.fleet.hosts.of("a", first).options == {}
 
 
@@ -143,6 +143,54 @@ async def test_a_removal_ends_a_change(box: ModelsBox) -> None:
         await removing
     assert await box.registry.get("a") is None
     assert box.frontends.states() == {"b": "ready"}
+
+
+@pytest.mark.asyncio
+async def test_options_are_registered_when_all_engines_have_them(box: ModelsBox) -> None:
+    first, second = box.fleet.availability("a").devices
+    box.hold(second)
+    change = SetModelRequest(engine={"max_num_seqs": "8"})
+    changing = asyncio.create_task(box.lifecycle.set("a", change))
+    await box.until(lambda: ("a", second) in box.waiting)
+    assert box.fleet.hosts.of("a", first).options == {"max_num_seqs": "8"}
+    row = await box.registry.get("a")
+    assert row is not None
+    assert row.spec.engine == {}
+    box.release()
+    assert (await changing).spec.engine == {"max_num_seqs": "8"}
+
+
+@pytest.mark.asyncio
+async def test_the_earlier_options_come_back_after_two_cancellations(box: ModelsBox) -> None:
+    first, second = box.fleet.availability("a").devices
+    box.hold(second)
+    change = SetModelRequest(engine={"max_num_seqs": "8"})
+    changing = asyncio.create_task(box.lifecycle.set("a", change))
+    await box.until(lambda: ("a", second) in box.waiting)
+    box.held[first] = asyncio.Event()
+    changing.cancel()
+    box.held.pop(second).set()
+    await box.until(lambda: ("a", first) in box.waiting)
+    changing.cancel()
+    box.release()
+    with pytest.raises(asyncio.CancelledError):
+        await changing
+    assert [box.fleet.hosts.of("a", one).options for one in (first, second)] == [{}, {}]
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_nobody_waited_for_is_replaced(box: ModelsBox) -> None:
+    first, _ = box.fleet.availability("a").devices
+    box.hold(first)
+    change = SetModelRequest(engine={"max_num_seqs": "8"})
+    changing = asyncio.create_task(box.lifecycle.set("a", change))
+    await box.until(lambda: ("a", first) in box.waiting)
+    box.lifecycle.controller.abandon("a", "was removed")
+    box.release()
+    with pytest.raises(Failed, match="a was removed"):
+        await changing
+    await box.until(lambda: box.told == [f"attach a on {first}"] * 2)
+    assert box.fleet.hosts.of("a", first).options == {}
 
 
 @pytest.mark.asyncio
@@ -222,7 +270,7 @@ async def test_a_stop_ends_a_change(box: ModelsBox) -> None:
         with pytest.raises(WorkerEnded, match="the daemon is stopping"):
             await changing
         with pytest.raises(Unavailable, match="the daemon is stopping"):
-            await box.lifecycle.controller.replace("a")
+            await box.lifecycle.controller.replace("a", {})
     row = await box.registry.get("a")
     assert row is not None
     assert row.spec.engine == {"max_num_seqs": "4"}

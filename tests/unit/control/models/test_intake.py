@@ -223,6 +223,15 @@ class TestWithoutAReader:
         await box.until(lambda: not box.lifecycle.ongoing.infos())
         assert "model_added" in await box.events()
 
+    async def test_a_stop_leaves_nothing(self, box: ModelsBox, hub: FakeHub) -> None:
+        box.hold(0, 1)
+        await lines(box, detach=True)
+        await box.until(lambda: bool(box.waiting))
+        await box.supervisor.stop()
+        await box.lifecycle.stop()
+        assert await box.registry.get("new") is None
+        assert not box.fleet.knows("new")
+
     async def test_refusals_come_before_the_reader_leaves(
         self, box: ModelsBox, hub: FakeHub
     ) -> None:

@@ -232,6 +232,23 @@ class TestScarcity:
         assert all(full.hosts_of(name) == [0, 1] for name in "ab")
         assert "engine_evicted" not in await full.events()
 
+    async def test_another_engine_leaves_for_an_engine_that_is_used_again(
+        self, full: ModelsBox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        room, asked = full.lifecycle.room, list[str]()
+        may_leave = room.may_leave
+
+        def may_another_leave(name: str, number: int) -> bool:
+            claim = room.claims.get(number)
+            if claim is not None and claim.holder == name:
+                asked.append(name)
+            return name not in asked[:1] and may_leave(name, number)
+
+        monkeypatch.setattr(room, "may_leave", may_another_leave)
+        await added(full, "c")
+        assert full.hosts_of(asked[0]) == [0, 1]
+        assert sorted(len(full.hosts_of(name)) for name in "ab") == [1, 2]
+
     async def test_engines_in_use_stay_and_the_addition_is_refused(self, full: ModelsBox) -> None:
         await full.lifecycle.place("a", [0, 1])
         await full.lifecycle.place("b", [0, 1])

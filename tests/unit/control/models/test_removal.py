@@ -15,7 +15,7 @@ from gpupoold.control.models import lifecycle
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Adapter
-from gpupoold.errors import Failed, Refused
+from gpupoold.errors import Failed, Refused, TimedOut
 from gpupoold.system.activity import ThreadPhase
 from tests.unit.checkpoints import samples
 from tests.unit.control.models.models_box import ModelsBox, running
@@ -115,6 +115,28 @@ async def test_an_adapter_that_comes_before_the_removal_refuses_the_removal(
         await removing
     assert await box.registry.get("a") is not None
     assert not box.fleet.is_draining("a")
+
+
+async def test_a_removal_without_a_worker_that_answers_is_recorded(
+    box: ModelsBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unload = box.supervisor.unload
+
+    async def unload_one(worker: Worker, name: str) -> None:
+        if worker.number == 0:
+            raise TimedOut("worker 0 did not unload a")
+        await asyncio.sleep(0.1)
+        await unload(worker, name)
+        box.told.append("unloaded")
+
+    monkeypatch.setattr(box.supervisor, "unload", unload_one)
+    box.ask("a", "late")
+    with pytest.raises(TimedOut, match="did not unload"):
+        await box.lifecycle.remove("a", "force")
+    assert box.told[-1] == "unloaded"
+    assert "model_removed" in await box.events()
+    assert await box.registry.get("a") is None
+    assert box.dispatcher.live.get("late") is None
 
 
 async def test_a_load_that_stops_costs_no_worker(

@@ -15,8 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gpupoold.access.peers import AdminGroups, Peer, Right, needed_for, peer_of
 from gpupoold.api.schemas import ErrorBody
 from gpupoold.errors import Forbidden, GpupoolError, TimedOut, Unavailable, UsageError
-from gpupoold.system.content_coding import unread_coding
-from gpupoold.system.http_protocol import BoundedHttp
+from gpupoold.system.http_protocol import BoundedHttp, unread_coding
 
 _PEER = "peer"
 _ERRORS: dict[HTTPStatus, type[GpupoolError]] = {

@@ -18,7 +18,7 @@ from gpupoold.domain import Priority
 from gpupoold.frontend.catalog import Scope as ModelScope
 from gpupoold.frontend.daemon_calls import RateCalls
 from gpupoold.frontend.errors import ApiError, starting
-from gpupoold.frontend.request_local import RequestLocal
+from gpupoold.frontend.request_bounds import RequestLocal
 from gpupoold.wire.messages import (
     AccessReport,
     AccessRules,

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 from gpupoold.domain import ModelState
-from gpupoold.frontend.client_texts import for_clients
+from gpupoold.frontend.client_answer import for_clients
 from gpupoold.wire.messages import ServedModel
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

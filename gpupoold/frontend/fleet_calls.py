@@ -13,7 +13,7 @@ import msgspec
 from gpupoold.access.fleet import HEADER, Signature, verified
 from gpupoold.frontend.errors import ApiError, bad_request
 from gpupoold.frontend.mounts import Scope
-from gpupoold.frontend.request_local import RequestLocal
+from gpupoold.frontend.request_bounds import RequestLocal
 from gpupoold.wire.continuation import CONTINUES_HEADER, Continuation, OutputSoFar
 
 MAX_TOKENS = 1 << 20

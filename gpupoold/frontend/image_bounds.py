@@ -8,8 +8,8 @@ import io
 import threading
 from collections.abc import Iterator
 
-from gpupoold.frontend.client_texts import for_clients
-from gpupoold.frontend.request_local import RequestLocal
+from gpupoold.frontend.client_answer import for_clients
+from gpupoold.frontend.request_bounds import RequestLocal
 
 MAX_IMAGE_BYTES = 20_000_000
 """Limit of an encoded image; a ``data:`` URL is also part of a bounded body."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gpupoold.api_keys import KEY_BYTES_SHARE
 from gpupoold.frontend.errors import ApiError, over_rate
-from gpupoold.frontend.request_local import RequestLocal
+from gpupoold.frontend.request_bounds import RequestLocal
 
 _RETRY_NO_ROOM_S = 1.0
 

@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache.base import MultiModalCache
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, ImageMediaIO, MediaConnector, MediaIO
 
-from gpupoold.frontend.client_texts import for_clients
+from gpupoold.frontend.client_answer import for_clients
 from gpupoold.frontend.image_bounds import (
     MAX_IMAGE_BYTES,
     NUM_DECODING,

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.mounts import Scope
-from gpupoold.frontend.request_local import RequestLocal
+from gpupoold.frontend.request_bounds import RequestLocal
 from gpupoold.stats.histogram import Histogram
 from gpupoold.units import OFF, gap_s_of
 

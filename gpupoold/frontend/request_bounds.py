@@ -2,19 +2,20 @@
 
 The work of each token is done in a frontend's event loop or in a worker's step, where other
 requests wait. Each of the ``n`` answers to each prompt of an HTTP request causes the work again, in
-the same steps. :mod:`.vllm_bounds` has the bounds that need vLLM, without
-which the frontend begins.
+the same steps. :mod:`.vllm_bounds` has the bounds that need vLLM, without which the
+frontend begins.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from gpupoold.frontend.pooling_bodies import TokenIds
-from gpupoold.frontend.request_local import RequestLocal
 
 MAX_ENTRIES = 100_000
 """Limit of the log-probabilities of one HTTP request: 4,700 tokens of an answer with 20
@@ -28,6 +29,8 @@ INPUTS_AT_ONCE = 128
 """Inputs of a pooling request that wait or run at once, as requests of their own: to begin with
 2,048 takes the event loop, and the daemon, most of a second without a pause.
 """
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +50,26 @@ class RequestTally:
     token_ids: TokenIds | None = None
     num_prompt_tokens: int = 0
     num_entries: int = 0
+
+
+class RequestLocal(Generic[T]):
+    """A value for each HTTP request, as ``threading.local`` has for each thread."""
+
+    def __init__(self, name: str) -> None:
+        self._variable: ContextVar[T | None] = ContextVar(name, default=None)
+
+    def get(self) -> T | None:
+        """Return the value of the request being served, None outside of requests."""
+        return self._variable.get()
+
+    @contextlib.contextmanager
+    def holding(self, value: T | None) -> Iterator[None]:
+        """Set the value for the context, and for tasks that begin inside."""
+        token = self._variable.set(value)
+        try:
+            yield
+        finally:
+            self._variable.reset(token)
 
 
 counts: RequestLocal[RequestTally] = RequestLocal("request_counts")

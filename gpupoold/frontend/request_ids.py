@@ -16,7 +16,7 @@ from typing import Any
 
 from gpupoold.frontend.errors import bad_request
 from gpupoold.frontend.mounts import Scope, Send
-from gpupoold.frontend.request_local import RequestLocal
+from gpupoold.frontend.request_bounds import RequestLocal
 
 MAX_CLIENT_ID_CHARS = 128
 

@@ -45,7 +45,7 @@ from gpupoold.frontend.errors import (
     short,
 )
 from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continued
-from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.gates import Gates, wants_comments
 from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
 from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
 from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
@@ -62,8 +62,7 @@ from gpupoold.frontend.request_bounds import (
 from gpupoold.frontend.request_head import check_num_requests, read_head
 from gpupoold.frontend.request_ids import RequestIds, answer_name, request_ids, sending_id, with_id
 from gpupoold.frontend.traces import TracedRequest, Traces
-from gpupoold.frontend.waiting import wants_comments
-from gpupoold.system.content_coding import unread_coding
+from gpupoold.system.http_protocol import unread_coding
 from gpupoold.wire.messages import ServedModel
 
 logger = logging.getLogger(__name__)

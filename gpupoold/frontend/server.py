@@ -28,19 +28,18 @@ from gpupoold.frontend.anthropic_errors import with_errors_of
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
-from gpupoold.frontend.client_texts import fit_for_clients
+from gpupoold.frontend.client_answer import fit_for_clients
 from gpupoold.frontend.cors import Cors
 from gpupoold.frontend.daemon_calls import MetricsCalls, RateCalls
 from gpupoold.frontend.errors import STOPPING, ApiError, send_error
 from gpupoold.frontend.fleet_calls import FleetCalls
-from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.gates import Gates, WaitComments
 from gpupoold.frontend.grammars.vetting import GrammarVetting, RunningChecker
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.mounts import AsgiApp, Mounts, Receive, Scope, Send
 from gpupoold.frontend.preload import preload
 from gpupoold.frontend.router import Bounds, Router, Services
 from gpupoold.frontend.traces import Traces
-from gpupoold.frontend.waiting import WaitComments
 from gpupoold.system.http_protocol import BoundedHttp, Server, server_config
 from gpupoold.system.loop_lag import measure_lag
 from gpupoold.system.process import importing, set_log_level, trim_heap

@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import refuse
 from gpupoold.frontend.in_flight import body_holding
-from gpupoold.frontend.json_pieces import PiecewiseJson
+from gpupoold.frontend.large_answers import PiecewiseJson
 from gpupoold.frontend.request_bounds import MAX_ENTRIES_AT_ONCE, counts, why_too_much_work
 
 MAX_PROMPT_TOKENS = 1 << 20

@@ -17,7 +17,7 @@ import json
 import socket
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,6 +36,8 @@ KEEP_ALIVE_S = 75
 The value exceeds the 60 s of common proxies and load balancers: the client must be first to close,
 or a request could arrive at a closed connection.
 """
+
+_MAX_CHARS = 40
 
 
 def server_config(app: Any, http: Any, **options: Any) -> uvicorn.Config:
@@ -327,3 +329,13 @@ def _without_chunks(cycle: RequestResponseCycle, app: Any) -> Any:
         await app(scope, receive, send_unchunked)
 
     return serve
+
+
+def unread_coding(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return the content coding of a request's body, None for a body as it is."""
+    for name, value in headers:
+        if name == b"content-encoding":
+            for coding in value.decode("latin-1").split(","):
+                if (found := coding.strip().lower()) not in ("", "identity"):
+                    return found[:_MAX_CHARS]
+    return None

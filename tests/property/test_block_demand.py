@@ -31,7 +31,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from gpupoold.worker.engine.block_ledger import BlockPoolLedger
+from gpupoold.worker.engine.block_demand import BlockPoolLedger
 from gpupoold.worker.engine.scheduler import AsyncPooledScheduler, PooledScheduler
 
 BLOCK = 16

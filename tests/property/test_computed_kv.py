@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from gpupoold.worker.engine import computed_kv
+from gpupoold.worker.engine import block_demand
 from gpupoold.worker.engine.scheduler import PooledScheduler
 
 NUM_BLOCKS = 400
@@ -118,7 +118,7 @@ class Engine:
     def table(self, request: Request) -> tuple[list[bool], ...]:
         """For each group, which entries of the request's table are blocks."""
         tables = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        spans = computed_kv.spans(self.scheduler._managers, request.num_computed_tokens)
+        spans = block_demand.spans(self.scheduler._managers, request.num_computed_tokens)
         return tuple(
             [bool(block) for block in table[span.start :]]
             for table, span in zip(tables, spans, strict=True)

@@ -19,7 +19,7 @@ from vllm.v1.structured_output import backend_xgrammar
 from vllm.v1.structured_output.utils import choice_as_grammar
 
 from gpupoold.frontend.callers import current_key_id
-from gpupoold.frontend.client_texts import for_clients
+from gpupoold.frontend.client_answer import for_clients
 from gpupoold.frontend.errors import ApiError, bad_request, over_rate
 from gpupoold.frontend.grammars.bounds import OverBound, check_constraint
 from gpupoold.frontend.grammars.messages import GrammarVerdict

@@ -13,12 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.request import Request
+
+from gpupoold.memory.extent_index import ExtentIndex
 
 # A step writes a state to a new block, and may keep two earlier states for the prefix cache.
 _MAX_STATE_BLOCKS = 3
+
+_NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +148,133 @@ def _has_states(manager: Any) -> bool:
 
 def _most_state_blocks(manager: Any) -> int:
     return _MAX_STATE_BLOCKS + int(manager.num_speculative_blocks)
+
+
+class WatchedFreeQueue(FreeKVCacheBlockQueue):
+    """vLLM's list of free blocks, which notifies a watcher of blocks that leave and return.
+
+    A block is in the list exactly while it has no reference.
+
+    Uses ``BlockPool.touch/free_blocks/evict_blocks``, and replaces its ``free_block_queue`` before
+    the first request.
+    """
+
+    def __init__(self, blocks: list[KVCacheBlock], watcher: ExtentIndex) -> None:
+        super().__init__(blocks)
+        self._watcher = watcher
+
+    def popleft(self) -> KVCacheBlock:
+        block = super().popleft()
+        self._watcher.taken([block.block_id])
+        return block
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        blocks = super().popleft_n(n)
+        self._watcher.taken([block.block_id for block in blocks])
+        return blocks
+
+    def remove(self, block: KVCacheBlock) -> None:
+        super().remove(block)
+        self._watcher.taken([block.block_id])
+
+    def append(self, block: KVCacheBlock) -> None:
+        super().append(block)
+        self._watcher.freed([block.block_id])
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        super().append_n(blocks)
+        self._watcher.freed([block.block_id for block in blocks])
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        super().prepend_n(blocks)
+        self._watcher.freed([block.block_id for block in blocks])
+
+
+class BlockPoolLedger:
+    """vLLM's block pool as the KV memory's ``BlockLedger``, through the pool's public methods."""
+
+    def __init__(self, block_pool: Any) -> None:
+        self._pool = block_pool
+
+    def watch(self, watcher: ExtentIndex) -> None:
+        free = [block for block in self._pool.blocks if not block.is_null]
+        assert self.num_free == len(free), "blocks are in use before there are requests"
+        self._pool.free_block_queue = WatchedFreeQueue(free, watcher)
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        self._pool.evict_blocks(set(block_ids))
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def give(self, block_ids: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def live(self, block_ids: Iterable[int]) -> list[int]:
+        blocks = self._pool.blocks
+        return [block_id for block_id in block_ids if blocks[block_id].ref_cnt > 0]
+
+    @property
+    def num_free(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+
+class ComputedKv(NamedTuple):
+    """The blocks with KV and state of the first ``num_tokens`` tokens, group by group.
+
+    vLLM keeps one table of blocks per *KV cache group* and request: entry ``i`` has tokens ``i *
+    size`` to ``(i + 1) * size - 1``, where ``size`` is the group's block size. Which entries are
+    needed after ``num_tokens`` computed tokens depends on the group:
+
+    - full attention and MLA: all entries, the last one perhaps unfinished;
+    - sliding window, chunked local attention: the entries of the window, earlier ones are null
+      blocks;
+    - state (Mamba, Gated DeltaNet, short convolutions): the entry of the last token, whose block
+      has the state after exactly ``num_tokens`` tokens.
+
+    vLLM's managers of the groups compute the number of entries that are not needed. ``managers``
+    are ``KVCacheCoordinator.single_type_managers``.
+    """
+
+    blocks: list[int]
+    num_tokens: int
+
+
+def spans(managers: Sequence[Any], num_tokens: int) -> list[range]:
+    """Return for each group the needed entries of a request's table."""
+    return [
+        range(
+            min(manager.get_num_skipped_tokens(num_tokens), num_tokens) // manager.block_size,
+            -(-num_tokens // manager.block_size),
+        )
+        for manager in managers
+    ]
+
+
+def take(managers: Sequence[Any], tables: Sequence[list[int]], num_tokens: int) -> list[int]:
+    """Return the needed blocks of a request; none if a table has other entries than expected.
+
+    With speculative decoding, the block of a state depends on the accepted tokens.
+    """
+    if any(getattr(manager, "num_speculative_blocks", 0) for manager in managers):
+        return []
+    blocks: list[int] = []
+    for table, span in zip(tables, spans(managers, num_tokens), strict=True):
+        needed = table[span.start : span.stop]
+        if len(needed) < len(span) or _NULL_BLOCK in needed:
+            return []
+        blocks += needed
+    return blocks
+
+
+def put(
+    managers: Sequence[Any], request_id: str, entries: Sequence[range], blocks: Sequence[int]
+) -> None:
+    """Make ``blocks`` the ``entries`` of a new request's tables, group by group."""
+    rest = iter(blocks)
+    for manager, span in zip(managers, entries, strict=True):
+        pool = manager.block_pool
+        table = manager.req_to_blocks[request_id]
+        table += [pool.null_block] * span.start
+        table += [pool.blocks[next(rest)] for _ in span]

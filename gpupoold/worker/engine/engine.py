@@ -34,8 +34,7 @@ from gpupoold.memory.prefix_fetcher import PrefixFetcher
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters, RankAdapters
-from gpupoold.worker.engine.block_ledger import BlockPoolLedger
-from gpupoold.worker.engine.computed_kv import ComputedKv
+from gpupoold.worker.engine.block_demand import BlockPoolLedger, ComputedKv
 from gpupoold.worker.engine.configuration import engine_config
 from gpupoold.worker.engine.grammars import use_engine_grammars
 from gpupoold.worker.engine.load_errors import refusal

@@ -27,8 +27,8 @@ from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.prefix_fetcher import Fetch, PrefixFetcher
 from gpupoold.memory.prefix_table import owner_of
 from gpupoold.memory.transfers import TransferQueue
-from gpupoold.worker.engine import computed_kv
-from gpupoold.worker.engine.block_ledger import BlockPoolLedger
+from gpupoold.worker.engine import block_demand
+from gpupoold.worker.engine.block_demand import BlockPoolLedger
 
 # Largest share of an engine's blocks with prefixes of requests that have not started.
 _MAX_SHARE = 1 / 4
@@ -360,7 +360,7 @@ class StoredPrefixes:
         """Yield the blocks of one group that a request needs after ``num_tokens`` tokens."""
         size, group = int(manager.block_size), int(manager.kv_cache_group_id)
         hashes = resolve_block_hashes(request.block_hashes, self.pool.hash_block_size, size)
-        [span] = computed_kv.spans([manager], num_tokens)
+        [span] = block_demand.spans([manager], num_tokens)
         for index in span:
             if index >= len(hashes):
                 return

@@ -21,9 +21,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from gpupoold.memory.kv import KvMemory
 from gpupoold.system.activity import WORKER
 from gpupoold.wire.messages import DraftCounts
-from gpupoold.worker.engine import computed_kv
-from gpupoold.worker.engine.block_demand import BlockDemand, StepLimits
-from gpupoold.worker.engine.computed_kv import ComputedKv
+from gpupoold.worker.engine import block_demand
+from gpupoold.worker.engine.block_demand import BlockDemand, ComputedKv, StepLimits
 from gpupoold.worker.engine.grammars import EngineGrammars
 from gpupoold.worker.engine.prefixes import StoredPrefixes
 from gpupoold.worker.engine.resume import after_grammar
@@ -177,11 +176,11 @@ class PooledScheduler(Scheduler):
         The request takes over the references of the blocks, which are in the order of
         ``computed_kv``. Returns False without a change if the KV does not suit the request.
         """
-        spans = computed_kv.spans(self._managers, num_tokens)
+        spans = block_demand.spans(self._managers, num_tokens)
         fits = len(blocks) == sum(map(len, spans)) and 0 < num_tokens < request.num_tokens
         if not fits or request.request_id in self.requests:
             return False
-        computed_kv.put(self._managers, request.request_id, spans, blocks)
+        block_demand.put(self._managers, request.request_id, spans, blocks)
         # vLLM's queue of requests that wait with KV is for a KV connector, but needs none.
         request.num_computed_tokens = num_tokens
         if request.prefill_stats is not None:
@@ -201,7 +200,7 @@ class PooledScheduler(Scheduler):
         if not 0 < num_tokens < request.num_tokens or not _is_only_kv(request):
             return ComputedKv([], 0)
         tables = self.kv_cache_manager.get_block_ids(request.request_id)
-        blocks = computed_kv.take(self._managers, tables, num_tokens)
+        blocks = block_demand.take(self._managers, tables, num_tokens)
         return ComputedKv(blocks, num_tokens if blocks else 0)
 
     def reset_prefix_cache(

@@ -25,11 +25,10 @@ from gpupoold.worker.kv.migrations import KvMigrations
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.turn_thread import TurnThread
-from gpupoold.worker.turns.ledger import Orders, RequestLedger
+from gpupoold.worker.turns.ledger import Orders, RequestLedger, TurnRequests
 from gpupoold.worker.turns.load_queue import LoadEnd, LoadOrder, LoadQueue
 from gpupoold.worker.turns.model_loads import EngineLoader
 from gpupoold.worker.turns.models import DeviceModels, WorkerDevice
-from gpupoold.worker.turns.requests import TurnRequests
 from gpupoold.worker.turns.self_check import SelfChecks
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.gates import Gate, Gates, has_asked
-from gpupoold.frontend.waiting import WaitComments
+from gpupoold.frontend.gates import Gate, Gates, WaitComments, has_asked
 from gpupoold.wire.messages import AdmissionAnswer, AskWaits, FirstToken, FirstTokens
 
 START = {"type": "http.response.start", "status": 200, "headers": []}

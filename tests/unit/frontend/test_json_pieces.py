@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from pydantic import BaseModel
 from vllm.logprobs import Logprob
 
-from gpupoold.frontend.json_pieces import PiecewiseJson, json_pieces
+from gpupoold.frontend.large_answers import PiecewiseJson, json_pieces
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5)
 VALUES = st.recursive(

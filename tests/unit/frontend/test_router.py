@@ -16,11 +16,10 @@ from gpupoold.frontend import body
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.gates import Gates
+from gpupoold.frontend.gates import Gates, WaitComments
 from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.mounts import Mounts
 from gpupoold.frontend.router import Bounds, Router, Services
-from gpupoold.frontend.waiting import WaitComments
 from gpupoold.wire.messages import AccessRules, ServedModel
 from tests.unit.frontend.asgi import Answer, EchoApi, request
 from tests.unit.frontend.fake_rates import FakeRates

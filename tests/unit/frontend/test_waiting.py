@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpupoold.frontend import waiting
-from gpupoold.frontend.waiting import WaitComments, comment_of, wants_comments
+from gpupoold.frontend import gates
+from gpupoold.frontend.gates import WaitComments, comment_of, wants_comments
 from gpupoold.wire.messages import AskWaits, RequestProgress, RequestWait, Waits
 
 INTERVAL_S = 0.02
@@ -25,7 +25,7 @@ class Stream:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    monkeypatch.setattr(waiting, "_LEAST_INTERVAL_S", INTERVAL_S)
+    monkeypatch.setattr(gates, "_LEAST_INTERVAL_S", INTERVAL_S)
     return []
 
 

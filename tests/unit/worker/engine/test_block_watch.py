@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from vllm.v1.core.block_pool import BlockPool
 
-from gpupoold.worker.engine.block_ledger import BlockPoolLedger
+from gpupoold.worker.engine.block_demand import BlockPoolLedger
 
 NUM_BLOCKS = 40
 

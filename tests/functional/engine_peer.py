@@ -32,6 +32,8 @@ from gpupoold.wire.messages import (
     FromFrontend,
     LoadedModel,
     ModelToLoad,
+    Ping,
+    Pong,
     RequestProgress,
     ServedModel,
     ServeModel,
@@ -225,9 +227,12 @@ class EnginePeer:
         return answer
 
     def announce(self, *models: ServedModel, ready: bool = True) -> None:
-        """Tell the frontend which models exist."""
-        for message in opening(models, is_ready=ready):
+        """Tell the frontend which models exist, and wait until the frontend knows."""
+        num_received = len(self.received)
+        for message in (*opening(models, is_ready=ready), Ping()):
             self.send(message)
+        before = list(map(id, self.received[:num_received]))
+        self.wait_for(lambda m: isinstance(m, Pong) and id(m) not in before)
 
     def wait_ready(self, timeout_s: float = 120) -> None:
         """Until the frontend accepts connections and the engines are loaded."""

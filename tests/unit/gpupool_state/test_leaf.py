@@ -24,7 +24,9 @@ def test_importing_the_package_loads_nothing_else() -> None:
     own = {name for name in outside if name.partition(".")[0] in ("gpupool_state", "aiosqlite")}
     assert outside - own <= {
         "gpupoold",
+        "gpupoold.api_keys",
         "gpupoold.domain",
+        "gpupoold.event_kinds",
         "gpupoold.system",
         "gpupoold.system.durable",
         "gpupoold.errors",

@@ -29,7 +29,7 @@ class Loop(SimpleNamespace):
 def loop_of(num_bytes: int, *, is_idle: bool = True) -> Any:
     device = EmulatedDevice(num_bytes, PAGE)
     return Loop(
-        device=device,
+        own=SimpleNamespace(device=device),
         ledger=SimpleNamespace(is_idle=lambda: is_idle),
         engines={},
         residency=SimpleNamespace(pool=PagePool(device.num_pages)),
@@ -40,7 +40,7 @@ def loop_of(num_bytes: int, *, is_idle: bool = True) -> Any:
 def loop() -> Iterator[Any]:
     made = loop_of(48 << 20)
     yield made
-    made.device.close()
+    made.own.device.close()
 
 
 def test_every_way_is_measured_and_everything_is_given_back(loop: Any) -> None:
@@ -71,8 +71,8 @@ def test_every_way_is_measured_and_everything_is_given_back(loop: Any) -> None:
 
 def test_plain_copies_copy_all_of_it_both_ways(loop: Any) -> None:
     num_bytes = 3 * PAGE + 100
-    with scratch_memory(loop.device, loop.residency.pool, num_bytes) as scratch:
-        ways = plain_copies(loop.device, scratch)
+    with scratch_memory(loop.own.device, loop.residency.pool, num_bytes) as scratch:
+        ways = plain_copies(loop.own.device, scratch)
         assert sorted(ways) == ["device_copy", "memcpy_one_thread"]
         for number, (copy_in, copy_out) in enumerate(ways.values(), start=1):
             data = bytes([number]) * num_bytes
@@ -91,4 +91,4 @@ def test_a_busy_or_tiny_device_is_refused() -> None:
     ):
         with pytest.raises(Refused, match=reason):
             bench_device(loop, rounds=1)
-        loop.device.close()
+        loop.own.device.close()

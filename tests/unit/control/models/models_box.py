@@ -201,7 +201,7 @@ class ModelsBox:
         registry: Registry,
         history: History,
         num_snapshots: int = 1024,
-        load_timeout_s: float = 0.5,
+        load_timeout_s: float = 1.0,
         memory: Mapping[str, object] | None = None,
         devices: Sequence[str] = ("cuda:0", "cuda:1"),
     ) -> None:

@@ -25,11 +25,9 @@ from gpupoold.config.file import check_gpus_found, read_config_file
 from gpupoold.config.fitting import fitted
 from gpupoold.config.schema import Settings
 from gpupoold.config.sections import ServerSettings
-from gpupoold.control.build import build_control_plane
-from gpupoold.control.configuration import Configuration
-from gpupoold.control.control_plane import ControlPlane
-from gpupoold.control.reload import history_limits
-from gpupoold.control.weights import fd_store as snapshot_store
+from gpupoold.control.control_plane import ControlPlane, build_control_plane
+from gpupoold.control.operations import Configuration, history_limits
+from gpupoold.control.weights import kept_snapshots
 from gpupoold.doctor.machine import find_machine
 from gpupoold.engine_versions import drop_unlisted, set_platform
 from gpupoold.errors import Failed, GpupoolError
@@ -103,7 +101,7 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         database = await Database.open(settings.paths.state_dir / DATABASE_NAME)
         await stack.enter_async_context(database)
         history = await stack.enter_async_context(_running_history(database, settings))
-        fd_store = FdStore(notifier, inherited.named(snapshot_store.PREFIX))
+        fd_store = FdStore(notifier, inherited.named(kept_snapshots.PREFIX))
         control_plane = await build_control_plane(
             configuration, database, history, listener, fd_store
         )

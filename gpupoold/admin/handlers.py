@@ -58,9 +58,9 @@ from gpupoold.api.schemas_models import (
 )
 from gpupoold.api.schemas_top import CancelledRequest, Unloaded
 from gpupoold.api_keys import KeyFacts, KeyPowers
-from gpupoold.control.configuration import Configuration
 from gpupoold.control.control_plane import ControlPlane
-from gpupoold.control.models.info import model_info
+from gpupoold.control.models.descriptions import model_info
+from gpupoold.control.operations import Configuration
 from gpupoold.control.views.bodies import ModelSums, Spans, fleet_models, span_s, usage_info
 from gpupoold.domain import Event, RemoveMode, RequestRecord, Role, Switch
 from gpupoold.errors import Failed, GpupoolError, UsageError

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.config.schema import parse_settings
-from gpupoold.control.workers.process import engine_environment
+from gpupoold.control.workers.worker import engine_environment
 from tests.functional.daemon_tools import (
     LOAD_OPTIONS,
     MODELS,

@@ -12,10 +12,8 @@ import pytest
 from gpupoold.checkpoints.division import why_checkpoint_undivided
 from gpupoold.checkpoints.files import read_json
 from gpupoold.config.schema import Settings, parse_settings
-from gpupoold.control.models.divisions import Divisions
-from gpupoold.control.models.inspection import Inspector
-from gpupoold.control.processes.child import execute
-from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.models.inspection import Divisions, Inspector
+from gpupoold.control.processes.child import ForkServer, execute
 from gpupoold.domain import ModelName, ModelSpec
 
 pytestmark = pytest.mark.slow

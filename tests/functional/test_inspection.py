@@ -17,8 +17,7 @@ import pytest_asyncio
 
 from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.control.models.inspection import Inspector
-from gpupoold.control.processes.child import Launch, execute
-from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.child import ForkServer, Launch, execute
 from gpupoold.domain import ModelName, ModelSpec
 from gpupoold.errors import Failed, Refused
 

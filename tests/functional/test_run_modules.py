@@ -17,7 +17,7 @@ def test_modules_of_all_processes_are_counted() -> None:
     completion, _, addition = printed.partition("addition")
     for module in ("frontend/router", "control/requests/dispatcher", "worker/turns/loop"):
         assert f"gpupoold/{module}.py" in completion
-    assert "gpupoold/control/models/intake.py" in addition
+    assert "gpupoold/control/models/additions.py" in addition
     counts = re.findall(r"(\d+) modules, +(\d+) of them", printed)
     assert len(counts) == 2
     assert all(int(run) > int(own) > 20 for run, own in counts)

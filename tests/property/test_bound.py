@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from gpupool_state import History
 from gpupoold.config.sections import DeviceSettings, LimitSettings
-from gpupoold.control.processes.crash_attribution import Candidates
+from gpupoold.control.processes.supervised import Candidates
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import DeviceFacts, Targets

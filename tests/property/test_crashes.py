@@ -11,7 +11,7 @@ from hypothesis import event, given, settings, strategies as st
 from gpupool_state import History
 from gpupoold.config.sections import DeviceSettings, LimitSettings
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.control.processes.crash_attribution import Death, candidates_of
+from gpupoold.control.processes.supervised import Death, candidates_of
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import DeviceFacts, Targets

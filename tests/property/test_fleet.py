@@ -8,14 +8,14 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.fleet.transitions import (
+from gpupoold.control.fleet.states import (
     HOST_TRANSITIONS,
     HostEvent,
     HostPhase,
     Life,
     ModelPhase,
 )
-from gpupoold.control.processes.crash_attribution import Death
+from gpupoold.control.processes.supervised import Death
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.errors import Failed
 from tests.unit.control.fleet_box import spec_of

@@ -19,13 +19,10 @@ from gpupoold.checkpoints.fetcher import PART_FOLDER
 from gpupoold.checkpoints.manifest import HubFile, Manifest, read_manifest, write_manifest
 from gpupoold.config.file import read_config_file
 from gpupoold.config.schema import Settings
-from gpupoold.control.configuration import Configuration
-from gpupoold.control.processes.child import Child
-from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.operations import Configuration
+from gpupoold.control.processes.child import Child, ForkServer
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
-from gpupoold.control.weights.fd_store import StoredSnapshots
-from gpupoold.control.weights.keys import SnapshotKeys
-from gpupoold.control.weights.saved_snapshots import SavedSnapshots
+from gpupoold.control.weights.kept_snapshots import SavedSnapshots, SnapshotKeys, StoredSnapshots
 from gpupoold.control.weights.snapshot_files import SnapshotFiles
 from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.errors import ConfigError, Failed, Refused

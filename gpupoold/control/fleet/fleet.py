@@ -13,9 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpupool_state import ModelRow
-from gpupoold.control.fleet.circuit_breaker import CircuitBreakers
-from gpupoold.control.fleet.hosts import DeviceSnapshots, Hosts
-from gpupoold.control.fleet.transitions import MODEL_TRANSITIONS, Life, ModelEvent, ModelPhase
+from gpupoold.control.fleet.states import (
+    MODEL_TRANSITIONS,
+    CircuitBreakers,
+    DeviceSnapshots,
+    Hosts,
+    Life,
+    ModelEvent,
+    ModelPhase,
+)
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import Failed, Refused

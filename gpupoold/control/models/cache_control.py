@@ -8,11 +8,9 @@ from gpupool_state import ModelRow
 from gpupoold.api.schemas import CachedModel, CacheInfo, SnapshotPlace
 from gpupoold.api.schemas_top import Unloaded
 from gpupoold.control.models.lifecycle import ModelLifecycle
-from gpupoold.control.models.names import check_own_model
-from gpupoold.control.models.parts import ControlParts, ModelPart
-from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
-from gpupoold.control.weights.host_budget import HostMemoryBudget
-from gpupoold.control.weights.saved_snapshots import SavedSnapshots
+from gpupoold.control.models.parts import ControlParts, ModelPart, check_own_model
+from gpupoold.control.weights.cache import HostMemoryBudget, SnapshotCache, SnapshotId
+from gpupoold.control.weights.kept_snapshots import SavedSnapshots
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import RemoveMode
 from gpupoold.errors import Refused

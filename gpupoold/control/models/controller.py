@@ -16,25 +16,28 @@ from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpupool_state import ModelRow
-from gpupoold.control.fleet.transitions import HostPhase, ModelPhase
-from gpupoold.control.models.engine_room import EngineRoom
-from gpupoold.control.models.failures import Failures
+from gpupoold.control.fleet.states import HostPhase, ModelPhase
+from gpupoold.control.models.devices import EngineRoom
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.parts import ControlParts, ModelPart
-from gpupoold.control.models.perform import Performer
+from gpupoold.control.models.perform import Failures, Performer
 from gpupoold.control.models.snapshots import ModelSnapshots
-from gpupoold.control.models.state import (
+from gpupoold.control.models.steps import (
+    STARTING_S,
     Cause,
+    Decision,
     EnginesFull,
+    FailureVerdict,
     HostingPlan,
     HostState,
     ModelStep,
     ModelView,
     StepKind,
     desired,
+    next_steps,
+    verdict,
 )
-from gpupoold.control.models.steps import STARTING_S, Decision, FailureVerdict, next_steps, verdict
-from gpupoold.control.weights.host_budget import CacheFull
+from gpupoold.control.weights.cache import CacheFull
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, TimedOut, Unavailable
 from gpupoold.scheduling.hosting import HostingDevice

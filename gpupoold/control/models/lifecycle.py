@@ -14,25 +14,25 @@ from gpupoold.api.schemas_models import (
     Progress,
     SetModelRequest,
 )
-from gpupoold.control.frontends.frontends import Frontends
-from gpupoold.control.models.adapters import ModelAdapters
+from gpupoold.control.frontends import Frontends
+from gpupoold.control.live_requests import RequestListener
 from gpupoold.control.models.additions import Additions, OngoingAdditions
 from gpupoold.control.models.controller import ModelController
-from gpupoold.control.models.divisions import Divisions
-from gpupoold.control.models.engine_room import EngineRoom
-from gpupoold.control.models.failures import Failures
-from gpupoold.control.models.inspection import Inspector
+from gpupoold.control.models.devices import EngineRoom, Parking
+from gpupoold.control.models.further_names import ModelAdapters, Presets
+from gpupoold.control.models.inspection import Divisions, Inspector
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.names import check_own_model, find_model
-from gpupoold.control.models.parking import Parking
-from gpupoold.control.models.parts import ControlParts, ModelPart, uncut
-from gpupoold.control.models.perform import Performer
-from gpupoold.control.models.presets import Presets
+from gpupoold.control.models.parts import (
+    ControlParts,
+    ModelPart,
+    check_own_model,
+    find_model,
+    uncut,
+)
+from gpupoold.control.models.perform import Failures, Performer
 from gpupoold.control.models.snapshots import ModelSnapshots
-from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.requests.replies import RequestListener
-from gpupoold.control.weights.cache import SnapshotCache
-from gpupoold.control.weights.host_budget import Space
+from gpupoold.control.processes.supervised import Death
+from gpupoold.control.weights.cache import SnapshotCache, Space
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Adapter, ModelSpec, Preset, RemoveMode, Targets
 from gpupoold.engine_options.adapter_support import check_num_adapters, options_for

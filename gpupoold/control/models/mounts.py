@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 
 from gpupool_state import ModelRow
-from gpupoold.control.frontends.frontends import Frontend, Frontends, NotMounted
+from gpupoold.control.frontends import Frontend, Frontends, NotMounted
+from gpupoold.control.models.descriptions import to_load
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.parts import ControlParts, ModelPart
-from gpupoold.control.models.specs import to_load
 from gpupoold.domain import ModelSpec, ModelState
 from gpupoold.errors import GpupoolError
 from gpupoold.wire import messages as m

@@ -11,20 +11,19 @@ import msgspec
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.control.live_requests import LiveRequest
+from gpupoold.control.models.descriptions import to_load
 from gpupoold.control.models.parts import ControlParts, ModelPart
-from gpupoold.control.models.specs import to_load
-from gpupoold.control.models.state import WeightsState
+from gpupoold.control.models.steps import WeightsState
 from gpupoold.control.weights.cache import (
     CachedSnapshot,
+    CacheSetting,
     Candidate,
+    HostMemoryBudget,
     SnapshotCache,
     SnapshotId,
     start_order,
 )
-from gpupoold.control.weights.fd_store import StoredSnapshots
-from gpupoold.control.weights.host_budget import CacheSetting, HostMemoryBudget
-from gpupoold.control.weights.keys import kv_identity
-from gpupoold.control.weights.saved_snapshots import SavedSnapshots
+from gpupoold.control.weights.kept_snapshots import SavedSnapshots, StoredSnapshots, kv_identity
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError

@@ -1,9 +1,10 @@
-"""A supervised child process with a message channel and a log file."""
+"""A child process, executed or forked, with a message channel and a log file."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -14,11 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from gpupoold.config.schema import Settings
+from gpupoold.errors import error_from_code
 from gpupoold.logs.files import LogPipe
 from gpupoold.system.process import as_words
-from gpupoold.wire.channel import AsyncChannel
+from gpupoold.wire import messages as m
+from gpupoold.wire.channel import AsyncChannel, ChannelClosed, DescriptorsLost
+from gpupoold.wire.messages import CallResult
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 _logger = logging.getLogger(__name__)
 
@@ -27,6 +34,9 @@ _LEAVING_S = 5.0
 _DYING_S = 10.0
 # Limit for writing the last lines of an ended child, on a slow disk.
 _LAST_LINES_S = 5.0
+
+# The first answer comes after all imports. Killing a fork server ends all its children.
+ANSWER_TIMEOUT_S = 180.0
 
 
 class Process(Protocol):
@@ -205,3 +215,226 @@ def _environment() -> dict[str, str]:
     """Return the daemon's environment with its import path, for source checkouts."""
     paths = [path for path in sys.path if path]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+class Pending(Generic[K, V]):
+    """Futures by key, at most one per key; unexpected answers are ignored."""
+
+    def __init__(self) -> None:
+        self._futures: dict[K, asyncio.Future[V]] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._futures
+
+    def expect(self, key: K) -> asyncio.Future[V]:
+        """Return the future for an answer about to be requested."""
+        future: asyncio.Future[V] = asyncio.get_running_loop().create_future()
+        self._futures[key] = future
+        return future
+
+    async def answer(self, key: K, limit_s: float) -> V:
+        """Return the answer to a request; to be called immediately after sending the request.
+
+        Raises:
+            TimeoutError: no answer came within ``limit_s`` seconds.
+        """
+        future = self.expect(key)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await future
+        finally:
+            self.forget(key)
+
+    @property
+    def oldest(self) -> K | None:
+        """The key with the longest wait, None if no answer is awaited."""
+        return next(iter(self._futures), None)
+
+    def forget(self, key: K) -> None:
+        """Stop waiting for a key, including callers of :meth:`settled`."""
+        future = self._futures.pop(key, None)
+        if future is not None:
+            future.cancel()
+
+    async def settled(self, key: K) -> None:
+        """Return when no caller waits for the answer."""
+        future = self._futures.get(key)
+        if future is not None:
+            await asyncio.wait({future})
+
+    def resolve(self, key: K, value: V) -> bool:
+        """Pass an answer to the waiting caller; return False if no answer is awaited."""
+        future = self._futures.get(key)
+        if future is None or future.done():
+            return False
+        future.set_result(value)
+        return True
+
+    def reject(self, key: K, error: Exception) -> None:
+        """Raise ``error`` in the waiting caller."""
+        future = self._futures.get(key)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def resolve_all(self, value: V) -> None:
+        for key in self._futures:
+            self.resolve(key, value)
+
+    def reject_all(self, error: Exception) -> None:
+        """Raise ``error`` in all waiting callers."""
+        for key in self._futures:
+            self.reject(key, error)
+
+
+class Calls(Pending[int, V]):
+    """Answers to numbered calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = itertools.count(1)
+
+    def next_id(self) -> int:
+        """Return the number of a new call."""
+        return next(self._numbers)
+
+    def answered(self, result: CallResult, value: V) -> None:
+        """Resolve the call with ``value``, or reject the call with the error in ``result``."""
+        if result.error_code:
+            error = error_from_code(result.error_code, result.error_message, result.error_hint)
+            self.reject(result.call_id, error)
+        else:
+            self.resolve(result.call_id, value)
+
+
+class ForkedProcess:
+    """A grandchild, whose parent, the fork server, reports the end."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        """``pidfd`` belongs to this object from now on."""
+        self.pid = pid
+        self._pidfd = pidfd
+        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._status)
+
+    def kill(self) -> None:
+        if not self._status.done():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def ended(self, status: int) -> None:
+        if not self._status.done():
+            self._status.set_result(status)
+            os.close(self._pidfd)
+
+
+class ForkServer:
+    """Starts Python modules by forking; the fork server starts on first use and after a crash.
+
+    A fork server that needs longer than ``answer_timeout_s`` for a fork is killed.
+    """
+
+    def __init__(
+        self, settings: Settings, environment: Mapping[str, str], preloaded: Sequence[str]
+    ) -> None:
+        """``environment`` is added to the daemon's before anything is imported; ``preloaded``
+        are modules with a ``preload(log_level)``."""
+        self._settings = settings
+        self._environment = environment
+        self._preloaded = preloaded
+        self.answer_timeout_s = ANSWER_TIMEOUT_S
+        self._starting = asyncio.Lock()
+        self._server: Child[m.FromForkServer] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._asked: Calls[ForkedProcess] = Calls()
+        self._running: dict[int, ForkedProcess] = {}
+
+    async def fork(self, launch: Launch) -> ForkedProcess:
+        """Run a module, see :data:`Starter`.
+
+        Raises:
+            OSError: the fork server could not be started, could not fork, or has died.
+        """
+        async with self._starting:
+            if self._server is None:
+                await self._start()
+        server = self._server
+        if server is None:
+            raise OSError("the fork server has died")
+        call_id = self._asked.next_id()
+        order = m.Fork(
+            call_id,
+            launch.module,
+            list(launch.arguments),
+            list(launch.fd_options),
+            dict(launch.environment),
+        )
+        try:
+            server.channel.send(order, (launch.log_fd, *launch.fd_options.values()))
+            return await self._asked.answer(call_id, self.answer_timeout_s)
+        except TimeoutError:
+            server.kill()
+            raise OSError(
+                f"the fork server did not answer within {self.answer_timeout_s:g} s and is killed"
+            ) from None
+
+    async def stop(self) -> None:
+        """Stop the fork server and its children."""
+        if self._server is not None:
+            self._server.kill()
+        if self._reader is not None:
+            await self._reader
+
+    async def _start(self) -> None:
+        arguments = ["--log-level", self._settings.log.level]
+        for name in self._preloaded:
+            arguments += ["--preload", name]
+        self._server = await Child.start(
+            "fork server",
+            "gpupoold.system.fork_server",
+            arguments,
+            m.FromForkServer,
+            self._settings.paths.log_dir / "fork-server.log",
+            environment=self._environment,
+        )
+        self._reader = asyncio.create_task(self._read(self._server), name="fork-server")
+
+    async def _read(self, server: Child[m.FromForkServer]) -> None:
+        try:
+            while True:
+                self._note(server, await server.channel.receive())
+        except ChannelClosed:
+            server.kill()
+        await server.ended()
+        self._server = None
+        self._asked.reject_all(OSError("the fork server has died"))
+        for process in self._running.values():
+            process.ended(-signal.SIGKILL)  # the kernel kills children with their parent
+        self._running.clear()
+
+    def _note(self, server: Child[m.FromForkServer], message: m.FromForkServer) -> None:
+        match message:
+            case m.ForkEnded():
+                # A process whose pidfd was lost is absent.
+                if (process := self._running.pop(message.pid, None)) is not None:
+                    process.ended(message.status)
+            case m.ForkFailed():
+                self._asked.reject(message.call_id, _could_not_fork(message.reason))
+            case m.Forked():
+                self._note_forked(server, message)
+
+    def _note_forked(self, server: Child[m.FromForkServer], message: m.Forked) -> None:
+        try:
+            process = ForkedProcess(message.pid, server.channel.take_fd())
+        except DescriptorsLost as error:
+            server.channel.send(m.KillForked(message.pid))
+            self._asked.reject(message.call_id, _could_not_fork(str(error)))
+            return
+        self._running[message.pid] = process
+        if not self._asked.resolve(message.call_id, process):
+            process.kill()  # the caller no longer waits
+
+
+def _could_not_fork(reason: str) -> OSError:
+    return OSError(f"the fork server could not fork: {reason}")

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gpupool_state import History, RequestRow
-from gpupoold.control.access.keyring import Keyring
-from gpupoold.control.accounting.meters import Meters
+from gpupoold.control.access import Keyring
+from gpupoold.control.accounting.meters import Meters, TurnLog, UsageMeter
 from gpupoold.control.accounting.model_stats import ModelStats, SwitchStats
-from gpupoold.control.accounting.usage import TurnLog, UsageMeter
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.domain import DeviceId, FinishReason, Lateness, ModelName, RequestStages
 from gpupoold.scheduling.state import DeviceState, State

@@ -12,14 +12,21 @@ from gpupool_state import History
 from gpupoold.api.request_ids import is_request
 from gpupoold.config.schema import Settings
 from gpupoold.config.sections import LimitSettings
-from gpupoold.control.access.keyring import Keyring
+from gpupoold.control.access import Keyring
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.live_requests import LiveRequest, LiveRequests
-from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
+from gpupoold.control.live_requests import (
+    LiveRequest,
+    LiveRequests,
+    Replies,
+    RequestListener,
+    waits_for,
+)
+from gpupoold.control.processes.supervised import NOBODY, Candidates
 from gpupoold.control.requests.accounts import Accounts, finish_reason
 from gpupoold.control.requests.admission import Overload
 from gpupoold.control.requests.core_shell import (
     CoreShell,
+    Isolation,
     WorkerOrders,
     arrived,
     bandwidth_measured,
@@ -30,10 +37,7 @@ from gpupoold.control.requests.core_shell import (
     stepped,
 )
 from gpupoold.control.requests.migrations import KvPeers, Migrations, is_leaving
-from gpupoold.control.requests.replies import Replies, RequestListener, waits_for
-from gpupoold.control.requests.suspects import Isolation
-from gpupoold.control.workers.roles import Roles, configured_roles
-from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.worker import Roles, Worker, configured_roles
 from gpupoold.domain import (
     BACKGROUND_TTFT_S,
     FinalFailure,

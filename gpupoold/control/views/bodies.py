@@ -19,8 +19,8 @@ from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
 from gpupoold.api.schemas_fleet import FleetModel
 from gpupoold.control.accounting.model_stats import MINUTE_S, Counts, ModelStats, counts_of
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.fleet.hosts import Engines
-from gpupoold.control.frontends.frontends import Frontend
+from gpupoold.control.fleet.states import Engines
+from gpupoold.control.frontends import Frontend
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache

@@ -17,7 +17,7 @@ from gpupoold.api.schemas_explain import (
 )
 from gpupoold.control.accounting.model_stats import NUM_MINUTES, Counts, ModelStats
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.fleet.transitions import ModelPhase
+from gpupoold.control.fleet.states import ModelPhase
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.views import bodies as views

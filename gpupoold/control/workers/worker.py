@@ -1,15 +1,301 @@
-"""The daemon's record of a worker."""
+"""The record of a worker, its supervised process, and its role."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gpupoold.config.schema import Settings
 from gpupoold.config.sections import DeviceSettings
-from gpupoold.control.processes.supervised import Calls, Pending, Supervised
-from gpupoold.errors import Failed
+from gpupoold.control.fleet.states import HostEvent, HostPhase, Hosts
+from gpupoold.control.processes.child import Calls, Child, Pending, Starter
+from gpupoold.control.processes.supervised import (
+    Death,
+    OomKills,
+    ProcessHandlers,
+    Supervised,
+    Timing,
+    Watch,
+    death_of,
+)
+from gpupoold.domain import Role
+from gpupoold.errors import Failed, error_from_code
+from gpupoold.system.activity import ThreadPhase, create_page, read_page
 from gpupoold.system.nvml import NO_READING, Reading
+from gpupoold.system.process import as_words
 from gpupoold.wire import messages as m
+
+_logger = logging.getLogger(__name__)
+
+
+class WorkerProcess(Supervised[m.FromWorker]):
+    """Updates ``worker`` from the messages and ends of the process."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: Settings,
+        hosts: Hosts,
+        starter: Starter,
+        oom_kills: OomKills,
+        handlers: ProcessHandlers[Worker, m.FromWorker],
+        timing: Timing,
+    ) -> None:
+        super().__init__(f"worker {worker.number}", settings, timing)
+        self._worker = worker
+        self._hosts = hosts
+        self._starter = starter
+        self._oom_kills = oom_kills
+        self._handlers = handlers
+        self._activity_fd = -1
+        self._may_run = asyncio.Event()
+        self._may_run.set()
+        self._is_parking = False
+
+    @property
+    def is_excused(self) -> bool:
+        return self._worker.calls.oldest is not None
+
+    def park(self) -> None:
+        """End the process, without another until :meth:`wake`; the worker has no requests."""
+        if self._child is None:
+            return
+        self._worker.state, self._is_parking = "parked", True
+        self._may_run.clear()
+        grace_s = self._settings.limits.stop_grace_s
+        self.send(m.Shutdown(grace_s))
+        self._keep(self._kill_after(self._child, grace_s), f"{self.name}-parks")
+
+    def wake(self) -> None:
+        """Start a parked worker; no effect on others."""
+        if self._worker.state == "parked":
+            self._worker.state = "starting"
+            self._may_run.set()
+
+    async def _kill_after(self, child: Child[m.FromWorker], grace_s: float) -> None:
+        await asyncio.sleep(grace_s)
+        if self._child is child:
+            child.kill()
+
+    async def _pause(self) -> bool:
+        if not self._is_parking:
+            return False
+        self._is_parking = False
+        self._forget(f"{self.name} is parked")
+        _logger.info("%s is parked", self.name)
+        await self._may_run.wait()
+        return True
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._worker.state = "down"
+        self._forget("the daemon is stopping")
+        self._drop_kv_host()
+
+    def _drop_kv_host(self) -> None:
+        """Let go of the KV host cache of the latest process that came up."""
+        worker = self._worker
+        if worker.kv_host_fd is not None:
+            os.close(worker.kv_host_fd)
+            worker.kv_host_fd = None
+
+    @property
+    def loads(self) -> set[str]:
+        """The models that the process loads now, by its activity page."""
+        if self._child is None:
+            return set()
+        activities = read_page(self._activity_fd)
+        return {one.model for one in activities if one.phase is ThreadPhase.LOAD}
+
+    async def _run_once(self) -> bool:
+        """Run one process with a separate activity page, see :meth:`Supervised._run_once`."""
+        self._activity_fd = create_page()
+        try:
+            return await super()._run_once()
+        finally:
+            os.close(self._activity_fd)
+
+    async def _launch(self) -> Child[m.FromWorker]:
+        worker = self._worker
+        if not worker.has_come_up:
+            self._drop_kv_host()  # the memory itself may be at fault
+        worker.state, worker.has_come_up = "starting", False
+        worker.has_loaded = False
+        fds = {"--activity-fd": self._activity_fd, "--kv-host-fd": worker.kv_host_fd}
+        return await Child.start(
+            self.name,
+            module_of(worker.device),
+            arguments_of(self._settings, worker.number),
+            m.FromWorker,
+            self.log_path,
+            fd_options={name: fd for name, fd in fds.items() if fd is not None},
+            starter=self._starter,
+        )
+
+    async def _set_up(self) -> None:
+        await self._handlers.on_up(self._worker)
+
+    def _death(self, status: int | None, ended_for: str) -> Death:
+        activities = read_page(self._activity_fd)
+        return death_of(status, ended_for, activities, saw_oom_kill=self._oom_kills.is_new())
+
+    async def _note_end(self, death: Death) -> bool:
+        """Report the end; an end is excused if the worker came up and is not at fault."""
+        self._worker.state = "down"
+        await self._handlers.on_down(self._worker, death)
+        return self._worker.has_come_up and not death.is_at_fault
+
+    def _note(self, message: m.FromWorker, watch: Watch, now_s: float) -> None:
+        worker = self._worker
+        watch.seen(now_s)
+        match message:
+            case m.WorkerReady():
+                watch.came_up(now_s)
+                self._note_ready(message)
+            case m.ModelLoaded():
+                self._note_loaded(message)
+            case m.ModelFailed():
+                host = self._hosts.of(message.name, worker.number)
+                if host.phase is HostPhase.LOADING:
+                    host.note(HostEvent.FAIL)
+                error = error_from_code(message.error_code, message.message, message.hint)
+                worker.loading.reject(message.name, error)
+            case m.ModelUnloaded():
+                self._hosts.freed(message.name, worker.number, message.freed.device_bytes)
+                worker.unloading.resolve(message.name, None)
+            case m.SnapshotDropped():
+                worker.dropping.resolve(message.model, None)
+            case m.SnapshotTaken():
+                worker.taking.resolve(message.model, message.problem)
+            case m.CallResult():
+                worker.calls.answered(message, message.result)
+            case m.WorkerStatus():
+                worker.status, activity = message, message.activity
+                has_work = any(
+                    one.num_live for one in message.models if one.model == activity.on_turn
+                )
+                loading = message.loading
+                is_held = loading is not None and loading.holds_turns
+                watch.stepped(now_s, activity.num_steps, has_work=has_work and not is_held)
+                if loading is None:
+                    watch.loads("", 0.0)
+                else:
+                    watch.loads(loading.model, loading.began_s)
+            case _:
+                self._handlers.on_message(worker, message)
+
+    def _note_ready(self, message: m.WorkerReady) -> None:
+        worker = self._worker
+        worker.ready = message
+        self._drop_kv_host()
+        if message.shares_kv_host:
+            worker.kv_host_fd = self.take_fd()
+        worker.state, worker.has_come_up = "ready", True
+        self._begin_set_up()
+
+    def _note_loaded(self, message: m.ModelLoaded) -> None:
+        worker, name = self._worker, message.model.name
+        fd = self.take_fd() if message.has_snapshot else None
+        host = self._hosts.of(name, worker.number)
+        is_replaced = host.phase in (HostPhase.LOADED, HostPhase.ATTACHED)
+        if name in worker.loading and (is_replaced or host.phase is HostPhase.LOADING):
+            record = host.replaced if is_replaced else host.loaded
+            self._hosts.loaded(name, worker.number)
+            record(message.layout_digest, message.memory, has_snapshot=message.has_snapshot)
+            if fd is not None:
+                worker.snapshot_fds[name] = fd
+            worker.loading.resolve(name, message)
+        elif fd is not None:
+            os.close(fd)  # the caller no longer waits, and unloads the model
+
+    def _forget(self, reason: str) -> None:
+        super()._forget(reason)
+        worker = self._worker
+        ended = WorkerEnded(reason, "see `gpupool logs`")
+        worker.loading.reject_all(ended)
+        worker.taking.reject_all(ended)
+        worker.calls.reject_all(ended)
+        worker.unloading.resolve_all(None)
+        worker.dropping.resolve_all(None)
+        for fd in worker.snapshot_fds.values():
+            os.close(fd)
+        worker.snapshot_fds.clear()
+        self._hosts.lose_worker(worker.number)
+        worker.status = None
+
+
+def module_of(device: DeviceSettings) -> str:
+    """Return the module of the device's worker process."""
+    return "gpupoold.simdevice" if device.kind == "sim" else "gpupoold.worker"
+
+
+def arguments_of(settings: Settings, number: int) -> list[str]:
+    """Return the command-line options of a device's worker."""
+    device = settings.devices[number]
+    reserve_bytes = settings.memory.reserve_for(device.kind)
+    options: dict[str, object] = {
+        "--device": number,
+        "--device-bytes": max(0, (device.memory_bytes or 0) - reserve_bytes),
+        "--log-level": settings.log.level,
+    }
+    if device.kind == "sim":
+        options |= {"--gpu": device.gpu, "--num-gpus": device.num_gpus}
+        if settings.simulated_host.memory_bytes is not None:
+            options["--kv-host-bytes"] = settings.memory.kv_host_bytes
+    else:
+        options |= {
+            "--device-kind": device.kind,
+            "--num-gpus": device.num_gpus,
+            "--are-cores-shared": int(_num_computing(settings) > len(os.sched_getaffinity(0))),
+            "--gpus": ",".join(map(str, device.gpus)) or "0",
+            "--reserve-bytes": reserve_bytes,
+            "--page-bytes": device.page_bytes or 0,
+            "--link-bytes-per-s": device.link_bytes_per_s or 0,
+            "--kv-host-bytes": settings.memory.kv_host_bytes,
+            "--self-check-interval": settings.memory.self_check_interval,
+            "--compute-threads": compute_threads(settings),
+            "--are-threads-set": int("OMP_NUM_THREADS" in os.environ),
+            "--num-sharing": max(1, sum(other.gpus == device.gpus for other in settings.devices))
+            if device.kind == "cuda"
+            else 1,
+        }
+        if settings.memory.prefix_cache_bytes is not None:
+            options["--prefix-cache-bytes"] = settings.memory.prefix_cache_bytes
+        if settings.memory.kv_files_bytes:
+            options["--kv-files"] = settings.kv_folder
+            options["--kv-files-bytes"] = settings.memory.kv_files_bytes
+    return as_words(options)
+
+
+def engine_environment(settings: Settings) -> dict[str, str]:
+    """Return variables for the number of threads, and on emulated devices for copies in memory.
+
+    The C library then copies pieces of some MiB past the processor's caches, which the engine
+    needs; such copies are 1.5 times as fast.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", str(compute_threads(settings)))
+    found = {"OMP_NUM_THREADS": threads}
+    if any(device.kind == "emulated" for device in settings.devices):
+        tunable = "glibc.cpu.x86_non_temporal_threshold=0x40000"
+        others = os.environ.get("GLIBC_TUNABLES")
+        found["GLIBC_TUNABLES"] = f"{others}:{tunable}" if others else tunable
+    return found
+
+
+def compute_threads(settings: Settings) -> int:
+    """Return the compute threads per GPU of an emulated device.
+
+    One core stays free for the daemon and the frontend, as in vLLM's API server: compute threads
+    spin, and a spinning thread without a core stalls all compute threads.
+    """
+    return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, _num_computing(settings)))
+
+
+def _num_computing(settings: Settings) -> int:
+    return sum(one.num_gpus for one in settings.devices if one.kind != "sim")
 
 
 class WorkerEnded(Failed):
@@ -85,3 +371,34 @@ class Worker:
         """Send a message, unless the worker is down."""
         if self.process is not None:
             self.process.send(message, fds)
+
+
+class Roles:
+    """Roles by worker: set by an operator or in the configuration, else chosen by the policy."""
+
+    def __init__(self, fixed: Sequence[Role | None] = ()) -> None:
+        """``fixed`` are the roles of workers 0, 1, ...; None leaves the choice to the policy."""
+        self._fixed = dict(enumerate(fixed))
+        self._chosen: dict[int, Role] = {}
+
+    def of(self, number: int) -> tuple[Role, bool]:
+        """Return a worker's role, and whether an operator fixed the role."""
+        fixed = self._fixed.get(number)
+        return fixed or self._chosen.get(number, Role.MIXED), fixed is not None
+
+    def fix(self, number: int, role: Role | None) -> None:
+        """Fix a worker's role; None leaves the choice to the policy."""
+        if role is None:
+            self._chosen[number], _ = self.of(number)  # until the policy changes the role
+        self._fixed[number] = role
+
+    def chosen(self, number: int, role: Role) -> None:
+        self._chosen[number] = role
+
+
+def configured_roles(settings: Settings) -> list[Role | None]:
+    """Return the roles of the devices by number; None leaves the choice to the policy."""
+    names = settings.scheduling.roles
+    if names == "auto":
+        return [None] * len(settings.devices)
+    return [None if name == "auto" else Role(name) for name in names]

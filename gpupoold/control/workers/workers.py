@@ -8,15 +8,16 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.hosts import Hosts
-from gpupoold.control.fleet.transitions import HostEvent, HostPhase
-from gpupoold.control.processes.child import Starter, execute
-from gpupoold.control.processes.crash_attribution import OomKills
-from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.supervised import REAL_TIME, Pending, ProcessHandlers, Timing
+from gpupoold.control.fleet.states import HostEvent, HostPhase, Hosts
+from gpupoold.control.processes.child import ForkServer, Pending, Starter, execute
+from gpupoold.control.processes.supervised import (
+    REAL_TIME,
+    OomKills,
+    ProcessHandlers,
+    Timing,
+)
 from gpupoold.control.weights.cache import CachedSnapshot
-from gpupoold.control.workers.process import WorkerProcess
-from gpupoold.control.workers.worker import Worker, WorkerIsDown
+from gpupoold.control.workers.worker import Worker, WorkerIsDown, WorkerProcess
 from gpupoold.errors import Failed, TimedOut, Unavailable, no_such_device
 from gpupoold.wire import messages as m
 

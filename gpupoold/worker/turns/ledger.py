@@ -228,7 +228,7 @@ class TurnRequests:
 def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
     """Return True when the condition holds, False after ``limit_s``.
 
-    See :mod:`gpupoold.control.requests.suspects`. The scheduler isolates the requests' steps.
+    See :mod:`gpupoold.control.requests.core_shell`. The scheduler isolates the requests' steps.
     """
     deadline_s = time.monotonic() + limit_s
     while not is_so():

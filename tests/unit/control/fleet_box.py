@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.config.sections import LimitSettings
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.fleet.transitions import HostEvent
+from gpupoold.control.fleet.states import HostEvent
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.domain import ModelName, ModelSpec, Targets
 

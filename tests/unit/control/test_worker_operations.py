@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gpupoold.config.sections import LimitSettings
-from gpupoold.control.worker_operations import WorkerOperations
+from gpupoold.control.operations import WorkerOperations
 from gpupoold.domain import Role
 from gpupoold.errors import TimedOut, UsageError
 from gpupoold.wire import messages as m

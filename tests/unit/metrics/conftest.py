@@ -11,9 +11,8 @@ import pytest_asyncio
 from gpupool_state import DATABASE_NAME, Database, History
 from gpupoold.config.file import ConfigFile
 from gpupoold.config.schema import parse_settings
-from gpupoold.control.build import build_control_plane
-from gpupoold.control.configuration import Configuration
-from gpupoold.control.control_plane import ControlPlane
+from gpupoold.control.control_plane import ControlPlane, build_control_plane
+from gpupoold.control.operations import Configuration
 from gpupoold.system.systemd import FdStore, Notifier
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from gpupoold.api.schemas_top import TurnInfo
-from gpupoold.control.accounting.usage import TurnLog, largest_transfer
+from gpupoold.control.accounting.meters import TurnLog, largest_transfer
 from gpupoold.wire import messages as m
 from tests.unit.wire.samples import SWITCH
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 from hypothesis import given, strategies as st
 
 from gpupool_state import DATABASE_NAME, Database, History
-from gpupoold.control.accounting.usage import DeviceSample, UsageMeter, UseKey, _shares
+from gpupoold.control.accounting.meters import DeviceSample, UsageMeter, UseKey, _shares
 from gpupoold.control.live_requests import LiveRequest
 from tests.unit.control.live import live_request
 

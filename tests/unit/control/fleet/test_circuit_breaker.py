@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.control.fleet.circuit_breaker import (
+from gpupoold.control.fleet.states import (
     FIRST_WAIT_S,
     MAX_CONVICTED,
     MAX_WAIT_S,
     WINDOW_S,
     CircuitBreakers,
 )
-from gpupoold.control.processes.crash_attribution import Death
+from gpupoold.control.processes.supervised import Death
 from gpupoold.system.activity import Activity, ThreadPhase
 
 CRASH = Death("signal 11", True, (Activity(ThreadPhase.LOAD, "llama"),))

@@ -9,8 +9,8 @@ import pytest
 
 from gpupool_state import ModelRow
 from gpupoold.control.fleet.fleet import Availability, Fleet
-from gpupoold.control.fleet.transitions import HostEvent, ModelPhase
-from gpupoold.control.processes.crash_attribution import Death
+from gpupoold.control.fleet.states import HostEvent, ModelPhase
+from gpupoold.control.processes.supervised import Death
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.domain import ModelState, Preset, Targets
 from gpupoold.errors import Failed, Refused

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.control.fleet.hosts import Hosts
-from gpupoold.control.fleet.transitions import HostEvent
+from gpupoold.control.fleet.states import HostEvent, Hosts
 from gpupoold.wire.messages import EngineMemory
 
 FIRST_BYTES, OTHER_BYTES = 60, 10

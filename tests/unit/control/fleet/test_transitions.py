@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.control.fleet.fleet import Availability
-from gpupoold.control.fleet.transitions import (
+from gpupoold.control.fleet.states import (
     HOST_TRANSITIONS,
     MODEL_TRANSITIONS,
     HostEvent,

@@ -16,20 +16,17 @@ from typing import Any, cast
 from gpupool_state import History, Registry
 from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.control.fleet.fleet import Fleet
-from gpupoold.control.frontends.frontends import Frontends
+from gpupoold.control.frontends import Frontends
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.models.snapshots import ModelSnapshots
-from gpupoold.control.processes.child import Launch, execute
-from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.child import ForkServer, Launch, execute
 from gpupoold.control.processes.supervised import ProcessHandlers
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
-from gpupoold.control.weights.fd_store import StoredSnapshots
-from gpupoold.control.weights.keys import SnapshotKeys
-from gpupoold.control.weights.saved_snapshots import SavedSnapshots
+from gpupoold.control.weights.kept_snapshots import SavedSnapshots, SnapshotKeys, StoredSnapshots
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import DeviceFacts, ModelName, ModelSpec, ModelState
 from gpupoold.errors import GpupoolError

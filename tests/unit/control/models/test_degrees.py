@@ -11,8 +11,7 @@ import pytest
 from gpupool_state import History, Registry
 from gpupoold.api.schemas import CachedModel
 from gpupoold.api.schemas_models import SetModelRequest
-from gpupoold.control.weights.cache import SnapshotId
-from gpupoold.control.weights.host_budget import CacheFull
+from gpupoold.control.weights.cache import CacheFull, SnapshotId
 from gpupoold.domain import Event
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.wire import messages as m

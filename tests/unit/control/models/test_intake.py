@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 from gpupool_state import History, Registry
 from gpupoold.api.schemas_models import AddModelRequest, Progress
-from gpupoold.control.models import intake
+from gpupoold.control.models import additions
 from gpupoold.control.workers import workers as workers_module
 from gpupoold.domain import ModelState
 from gpupoold.errors import Failed, GpupoolError, Refused, Unavailable
@@ -137,7 +137,7 @@ async def test_a_hub_without_ranges_is_checked_before_the_weights_too(
 async def test_host_memory_that_others_use(
     box: ModelsBox, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "available_bytes", lambda: 9 << 20)
+    monkeypatch.setattr(additions, "available_bytes", lambda: 9 << 20)
     error = await refusal(box)
     assert "a snapshot of 15.3 MiB needs more than the 9 MiB of host memory" in error.message
     assert weight_bytes_sent(hub) <= 1 << 16

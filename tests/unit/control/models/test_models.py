@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from gpupool_state import History, ModelRow, Registry
 from gpupoold.api.schemas_models import AddModelRequest, Progress, SetModelRequest
-from gpupoold.control.fleet.transitions import HostPhase, ModelPhase
+from gpupoold.control.fleet.states import HostPhase, ModelPhase
 from gpupoold.control.weights.cache import SnapshotId
 from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, TimedOut

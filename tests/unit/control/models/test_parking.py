@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from gpupool_state import History, Registry
 from gpupoold.config.sections import IdleSettings
-from gpupoold.control.models.parking import Parking
+from gpupoold.control.models.devices import Parking
 from gpupoold.errors import Refused, UsageError
 from gpupoold.wire import messages as m
 from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, running

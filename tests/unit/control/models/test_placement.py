@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from gpupool_state import History, Registry
 from gpupoold.api.schemas_models import AddModelRequest, Progress
-from gpupoold.control.fleet.transitions import ModelPhase
+from gpupoold.control.fleet.states import ModelPhase
 from gpupoold.errors import Failed, Refused, Unavailable, UsageError
 from tests.unit.checkpoints.samples import checkpoint, write
 from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, running

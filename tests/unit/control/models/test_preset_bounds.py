@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.control.models.presets import MAX_DEFAULTS, check_defaults
+from gpupoold.control.models.further_names import MAX_DEFAULTS, check_defaults
 from gpupoold.errors import Refused, UsageError
 
 

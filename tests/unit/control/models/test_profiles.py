@@ -9,8 +9,13 @@ from pydantic import TypeAdapter
 
 from gpupool_state import ModelRow, ProfilePhase
 from gpupoold.api.schemas_models import ModelInfo
-from gpupoold.control.models.info import model_info
-from gpupoold.control.models.profiles import is_profiled, latency_model_of, latency_on, profile_rows
+from gpupoold.control.models.descriptions import (
+    is_profiled,
+    latency_model_of,
+    latency_on,
+    model_info,
+    profile_rows,
+)
 from gpupoold.domain import DeviceFacts, ModelName, ModelSpec, ModelState
 from gpupoold.latency.fit import Fit, FitQuality
 from gpupoold.latency.models import LinearDecode, PrefillModel

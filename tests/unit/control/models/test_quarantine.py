@@ -10,12 +10,11 @@ import pytest
 
 from gpupool_state import History, Registry
 from gpupoold.config.schema import parse_settings
-from gpupoold.control.fleet.circuit_breaker import MAX_CONVICTED
-from gpupoold.control.fleet.transitions import ModelPhase
-from gpupoold.control.models.failures import Failures
+from gpupoold.control.fleet.states import MAX_CONVICTED, ModelPhase
+from gpupoold.control.live_requests import RequestListener
 from gpupoold.control.models.parts import ControlParts
-from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.requests.replies import RequestListener
+from gpupoold.control.models.perform import Failures
+from gpupoold.control.processes.supervised import Death
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelState
 from gpupoold.errors import Failed

@@ -13,25 +13,28 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gpupoold.control.fleet.transitions import (
+from gpupoold.control.fleet.states import (
     HOST_TRANSITIONS,
     HostEvent,
     HostPhase,
     Life,
     ModelPhase,
 )
-from gpupoold.control.models.state import (
+from gpupoold.control.models.steps import (
+    STARTING_S,
     Cause,
     EnginesFull,
+    FailureVerdict,
     HostingPlan,
     HostState,
     ModelStep,
     ModelView,
     StepKind,
     WeightsState,
+    next_steps,
+    verdict,
 )
-from gpupoold.control.models.steps import STARTING_S, FailureVerdict, next_steps, verdict
-from gpupoold.control.weights.host_budget import CacheFull, Space
+from gpupoold.control.weights.cache import CacheFull, Space
 from gpupoold.control.workers.worker import WorkerEnded, WorkerIsDown
 from gpupoold.errors import Failed, GpupoolError, TimedOut, Unavailable
 from gpupoold.scheduling.hosting import HostingChoice, HostingReason

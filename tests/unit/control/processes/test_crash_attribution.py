@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from gpupoold.control.processes.crash_attribution import (
+from gpupoold.control.processes.supervised import (
     NOBODY,
     Candidates,
     Death,

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from gpupoold.config.schema import Settings
-from gpupoold.control.processes.child import Launch
-from gpupoold.control.processes.forks import ANSWER_TIMEOUT_S, ForkedProcess, ForkServer
+from gpupoold.control.processes.child import ANSWER_TIMEOUT_S, ForkedProcess, ForkServer, Launch
 from tests.unit.descriptors import open_descriptors, opened_since
 
 TIMEOUT_S = 20

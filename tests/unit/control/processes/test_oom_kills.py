@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpupoold.control.processes import crash_attribution
-from gpupoold.control.processes.crash_attribution import OomKills
+from gpupoold.control.processes import supervised
+from gpupoold.control.processes.supervised import OomKills
 
 
 def write(path: Path, count: int) -> None:
@@ -32,4 +32,4 @@ def test_a_kernel_that_does_not_say(tmp_path: Path) -> None:
 
 
 def test_this_kernel_says() -> None:
-    assert "oom_kill " in crash_attribution.VMSTAT.read_text()
+    assert "oom_kill " in supervised.VMSTAT.read_text()

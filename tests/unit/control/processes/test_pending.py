@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gpupoold.control.processes.supervised import Calls, Pending
+from gpupoold.control.processes.child import Calls, Pending
 from gpupoold.errors import Failed
 from gpupoold.wire import messages as m
 

@@ -12,8 +12,7 @@ import pytest
 
 from gpupoold.config.schema import RunningSettings, Settings
 from gpupoold.control.processes.child import Child
-from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.processes.supervised import Supervised, Timing, Watch
+from gpupoold.control.processes.supervised import Death, Supervised, Timing, Watch
 from gpupoold.wire import messages as m
 
 TIMEOUT_S = 20

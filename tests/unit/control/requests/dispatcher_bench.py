@@ -6,9 +6,9 @@ import time
 
 from gpupool_state import History
 from gpupoold.config.sections import DeviceSettings, LimitSettings
-from gpupoold.control.processes.crash_attribution import Candidates
+from gpupoold.control.live_requests import RequestListener
+from gpupoold.control.processes.supervised import Candidates
 from gpupoold.control.requests.dispatcher import Dispatcher
-from gpupoold.control.requests.replies import RequestListener
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import DeviceFacts, Targets
 from gpupoold.scheduling.invariants import check_state

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from gpupoold.config.sections import LimitSettings
-from gpupoold.control.processes.crash_attribution import NOBODY
-from gpupoold.control.requests.suspects import PASSED_TOKENS
+from gpupoold.control.processes.supervised import NOBODY
+from gpupoold.control.requests.core_shell import PASSED_TOKENS
 from gpupoold.control.workers.worker import Worker
 from gpupoold.wire import messages as m
 from tests.unit.control.loaded import WEIGHT_BYTES

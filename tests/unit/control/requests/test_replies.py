@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupoold.control.requests.replies import parts_of
+from gpupoold.control.live_requests import parts_of
 from gpupoold.wire import messages as m
 
 FRONTENDS = {"a": 0, "b": 1, "c": 1}

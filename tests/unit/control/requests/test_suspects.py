@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.control.processes.crash_attribution import NOBODY, Candidates
-from gpupoold.control.requests.suspects import PASSED_TOKENS, Suspects
+from gpupoold.control.processes.supervised import NOBODY, Candidates
+from gpupoold.control.requests.core_shell import PASSED_TOKENS, Suspects
 from tests.unit.control.live import live_request
 
 

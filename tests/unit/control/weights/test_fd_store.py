@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
-from gpupoold.control.weights.fd_store import Label, StoredSnapshots, _sealed
-from gpupoold.control.weights.keys import SnapshotKeys
+from gpupoold.control.weights.kept_snapshots import Label, SnapshotKeys, StoredSnapshots, _sealed
 from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.system.systemd import FdStore, NamedFd, Notifier

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
-from gpupoold.control.weights.host_budget import CacheFull, CacheSetting, HostMemoryBudget, Space
+from gpupoold.control.weights.cache import (
+    CacheFull,
+    CacheSetting,
+    HostMemoryBudget,
+    SnapshotCache,
+    SnapshotId,
+    Space,
+)
 from gpupoold.errors import Refused, TimedOut
 
 MIB = 1 << 20

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gpupoold.control.weights import keys as snapshot_keys
+from gpupoold.control.weights import kept_snapshots as snapshot_keys
 from gpupoold.control.weights.cache import SnapshotId
-from gpupoold.control.weights.keys import SnapshotKeys, snapshot_key
+from gpupoold.control.weights.kept_snapshots import SnapshotKeys, snapshot_key
 from gpupoold.domain import Adapter, DeviceFacts, ModelName, Preset, Targets
 from gpupoold.errors import Failed
 from gpupoold.wire.messages import ModelToLoad, WorkerReady

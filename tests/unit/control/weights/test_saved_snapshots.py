@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotId
-from gpupoold.control.weights.keys import SnapshotKeys
-from gpupoold.control.weights.saved_snapshots import SavedSnapshots
+from gpupoold.control.weights.kept_snapshots import SavedSnapshots, SnapshotKeys
 from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.wire.messages import ModelToLoad, WorkerReady

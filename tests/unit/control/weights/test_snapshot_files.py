@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from blake3 import blake3
 
-from gpupoold.control.weights import snapshot_files as snapshot_files
+from gpupoold.control.weights import snapshot_files
 from gpupoold.control.weights.snapshot_files import SnapshotFiles
 from gpupoold.errors import Failed
 from gpupoold.memory import memfd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gpupoold.config.schema import parse_settings
-from gpupoold.control.workers.process import arguments_of
+from gpupoold.control.workers.worker import arguments_of
 
 SHARED = {"kind": "cuda", "index": 0, "memory": "6GiB"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.control.workers.roles import Roles
+from gpupoold.control.workers.worker import Roles
 from gpupoold.domain import Role
 
 

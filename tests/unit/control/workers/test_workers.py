@@ -13,14 +13,10 @@ from typing import Any
 import pytest
 
 from gpupoold.config.schema import Settings
-from gpupoold.control.fleet.hosts import Hosts
-from gpupoold.control.fleet.transitions import HostEvent
-from gpupoold.control.processes.child import Launch
-from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.supervised import ProcessHandlers
-from gpupoold.control.workers.process import WorkerProcess
-from gpupoold.control.workers.worker import Worker
+from gpupoold.control.fleet.states import HostEvent, Hosts
+from gpupoold.control.processes.child import ForkServer, Launch
+from gpupoold.control.processes.supervised import Death, ProcessHandlers
+from gpupoold.control.workers.worker import Worker, WorkerProcess
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.errors import Failed, TimedOut

@@ -1,4 +1,8 @@
-"""The API keys and their use; the frontends are informed of each change."""
+"""API keys and their use, and the secret shared with the fleet.
+
+The frontends are informed of each change. Imports ``accounting`` (refusals are recorded as events);
+no request.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from gpupool_state import ApiKeys, Database, History, KeyRow, KeyUse, Registry
 from gpupoold.access.bucket import Bucket
+from gpupoold.access.fleet import is_secret
 from gpupoold.access.rate_use import RateUse
 from gpupoold.access.secret import make_key
 from gpupoold.api_keys import KeyPowers
@@ -18,6 +24,7 @@ from gpupoold.config.sections import AccessSettings
 from gpupoold.control.accounting.meters import RefusalEvents
 from gpupoold.errors import Failed, NoSuchModel
 from gpupoold.event_kinds import KeyEvent
+from gpupoold.system import durable
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
@@ -27,6 +34,8 @@ _LOCKED_OUT = (
     "{reason}, but no key is valid: all requests are answered with 401. "
     "Create a key with `gpupool key add NAME`"
 )
+
+SECRET_FILE = "fleet-secret"
 
 
 class Keyring:
@@ -373,3 +382,67 @@ def _set(buckets: dict[str, Bucket], key_id: str, per_minute: int | None, now_s:
     old = buckets.pop(key_id, None)
     if per_minute is not None:
         buckets[key_id] = Bucket(per_minute, now_s, None if old is None else old.level(now_s))
+
+
+class FleetMembership:
+    """The secret of the daemon's fleet, in a file of the state folder.
+
+    The frontends are informed of each change.
+    """
+
+    def __init__(
+        self, folder: Path, downloads: Path, history: History, send: Callable[[m.Message], None]
+    ) -> None:
+        """``downloads`` has checkpoints for other nodes; ``send`` reaches all frontends."""
+        self._folder = folder
+        self._downloads = downloads
+        self._history = history
+        self._send = send
+        self.secret = read_secret(folder)
+
+    async def set(self, secret: str) -> None:
+        """Take a secret over, or leave the fleet if it is empty.
+
+        Raises:
+            Failed: the secret cannot be stored; nothing has changed.
+        """
+        await asyncio.to_thread(write_secret, self._folder, secret)
+        is_new, self.secret = secret != self.secret, secret
+        if is_new:
+            text = "takes requests of a fleet's entrance" if secret else "is in no fleet any more"
+            self._history.record_event("info", "fleet_changed", "gpupoold", text)
+        self.publish()
+
+    def publish(self) -> None:
+        """Send the secret to the frontends."""
+        self._send(m.FleetSecret(self.secret, str(self._downloads)))
+
+
+def read_secret(folder: Path) -> str:
+    """Return the secret of a daemon's fleet, empty without one.
+
+    Raises:
+        Failed: the file cannot be read, or has no secret.
+    """
+    path = folder / SECRET_FILE
+    try:
+        text = path.read_text("utf-8").strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise Failed(f"{path} cannot be read: {error}") from error
+    if not is_secret(text):
+        raise Failed(f"{path} is not the secret of a fleet", "remove the file, and join again")
+    return text
+
+
+def write_secret(folder: Path, secret: str) -> None:
+    """Store the secret, readable by the daemon's user alone; an empty secret removes the file."""
+    path = folder / SECRET_FILE
+    try:
+        if secret:
+            durable.write_private(path, f"{secret}\n")
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise Failed(f"{path} cannot be written: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpupoold.access.rate_use import RateUse
-from gpupoold.control.access.keyring import KeyRates
+from gpupoold.control.access import KeyRates
 
 
 def test_requests_per_minute() -> None:

@@ -15,12 +15,10 @@ import pytest
 
 from gpupoold.config.schema import Settings
 from gpupoold.config.sections import BatchSettings, LimitSettings, ServerSettings
-from gpupoold.control.frontends import frontends as frontend_module
-from gpupoold.control.frontends.frontends import Frontend, Frontends, NotMounted
-from gpupoold.control.processes.child import Launch
-from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.processes.forks import ForkServer
-from gpupoold.control.processes.supervised import ProcessHandlers, Timing
+from gpupoold.control import frontends as frontend_module
+from gpupoold.control.frontends import Frontend, Frontends, NotMounted
+from gpupoold.control.processes.child import ForkServer, Launch
+from gpupoold.control.processes.supervised import Death, ProcessHandlers, Timing
 from gpupoold.errors import GpupoolError
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed

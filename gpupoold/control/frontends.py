@@ -16,12 +16,10 @@ from dataclasses import dataclass
 
 from gpupoold.config.schema import Settings
 from gpupoold.config.sections import ServerSettings
-from gpupoold.control.processes.child import Child
-from gpupoold.control.processes.crash_attribution import Death
-from gpupoold.control.processes.forks import ForkServer
+from gpupoold.control.processes.child import Calls, Child, ForkServer
 from gpupoold.control.processes.supervised import (
     REAL_TIME,
-    Calls,
+    Death,
     ProcessHandlers,
     Supervised,
     Timing,

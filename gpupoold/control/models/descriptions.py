@@ -1,17 +1,57 @@
-"""Latency profiles between workers, the registry and readers. Pure conversions.
-
-Also decides whether a model must be profiled.
-"""
+"""A model in the registry, in the admin API, in orders for workers, and as latencies. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 from gpupool_state import ModelRow, ProfilePhase, ProfileRow
+from gpupoold.api.schemas_models import AddModelRequest, FoundInfo, ModelInfo
+from gpupoold.checkpoints.check import CheckpointInfo
+from gpupoold.checkpoints.parsers import FoundParsers
+from gpupoold.config.schema import Settings
+from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
+from gpupoold.engine_options.adapter_support import with_adapter_support
 from gpupoold.latency.models import LatencyModel, SwitchModel
 from gpupoold.latency.stored import Profile, StoredFit, StoredLatency
+from gpupoold.wire import messages as m
 from gpupoold.wire.messages import LoadedModel, WorkerReady
+
+
+def model_info(
+    row: ModelRow, state: ModelState | None = None, loaded: LoadedModel | None = None
+) -> ModelInfo:
+    """Return a registry row as a body of the admin API; ``state`` replaces the stored state.
+
+    ``loaded`` has the facts of the engines, None before the first load.
+    """
+    spec = row.spec
+    described = vars(spec) | {"max_model_len": row.loaded_max_model_len or spec.max_model_len}
+    targets = asdict(described.pop("targets"))
+    return ModelInfo(
+        **described,
+        **targets,
+        state=(state or row.state).value,
+        error=row.error,
+        architecture=row.architecture,
+        weight_bytes=row.weight_bytes,
+        kv_bytes_per_token=row.kv_bytes_per_token,
+        created_at=row.created_at,
+        latency=latency_on(row.profiles),
+        latencies=tuple(latencies_of(row.profiles)),
+        tasks=() if loaded is None else loaded.supported_tasks,
+    )
+
+
+def with_parsers(info: ModelInfo, found: FoundParsers) -> ModelInfo:
+    """Return the body with a model's parsers and chat template."""
+    return replace(
+        info,
+        tool_parser=FoundInfo(**asdict(found.tool)),
+        reasoning_parser=FoundInfo(**asdict(found.reasoning)),
+        chat_template=FoundInfo(**asdict(found.chat_template)),
+    )
 
 
 def is_profiled(row: ModelRow, ready: WorkerReady) -> bool:
@@ -97,3 +137,48 @@ def latency_model_of(row: ModelRow, device: str | None = None) -> LatencyModel |
 
 def _fit(row: ProfileRow) -> StoredFit:
     return StoredFit(**{one.name: getattr(row, one.name) for one in fields(StoredFit)})
+
+
+def spec_of(request: AddModelRequest, source: str, path: Path, engine: dict[str, str]) -> ModelSpec:
+    """Return the registry's spec for an accepted request; ``engine`` has the checked options."""
+    return ModelSpec(
+        name=ModelName(request.name),
+        source=source,
+        path=str(path),
+        revision=request.revision,
+        dtype=request.dtype,
+        max_model_len=request.max_model_len,
+        targets=Targets(request.ttft_s, request.tbt_s),
+        aliases=tuple(request.aliases),
+        engine=engine,
+        devices=tuple(sorted(set(request.devices))),
+        pace=request.pace,
+    )
+
+
+def checked_info(
+    spec: ModelSpec, info: CheckpointInfo, weight_bytes: int, checked_at: float
+) -> ModelInfo:
+    """Return the body of a checked, unregistered model; ``checked_at`` is wall-clock seconds."""
+    row = ModelRow(
+        spec=spec,
+        state=ModelState.REGISTERED,
+        error="",
+        architecture=info.architecture,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=0,
+        loaded_max_model_len=info.max_position_embeddings,
+        created_at=checked_at,
+    )
+    return model_info(row)
+
+
+def to_load(spec: ModelSpec, settings: Settings) -> m.ModelToLoad:
+    """Return the description of a registered model for workers and frontends."""
+    return m.ModelToLoad(
+        **vars(spec) | {"engine": with_adapter_support(spec.engine)},
+        allow_remote_code=settings.security.allow_remote_code,
+        media_hosts=settings.security.media_hosts,
+        max_images=settings.limits.max_images,
+        max_image_pixels=settings.limits.max_image_pixels,
+    )

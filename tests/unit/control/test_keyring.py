@@ -11,7 +11,7 @@ from gpupool_state import ApiKeys, Database, History, Registry
 from gpupoold.access.secret import matches
 from gpupoold.api_keys import KeyPowers
 from gpupoold.config.sections import AccessSettings
-from gpupoold.control.access.keyring import Keyring
+from gpupoold.control.access import Keyring
 from gpupoold.domain import ModelName, ModelSpec
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel
 from gpupoold.wire import messages as m

@@ -1,4 +1,0 @@
-"""API keys: rights, use and rates.
-
-Imports ``accounting`` (refusals are recorded as events); no request.
-"""

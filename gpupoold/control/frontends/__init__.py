@@ -1,4 +1,0 @@
-"""The frontend processes: start, configuration, end.
-
-Imports ``processes`` only.
-"""

@@ -18,9 +18,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
+from gpupoold.frontend.body import check_values
 from gpupoold.frontend.conversations import message_types
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.request_head import check_values
 
 _MESSAGE = {"role": "user", "content": "a"}
 _CHAT, _TEXT, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

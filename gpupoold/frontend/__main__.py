@@ -11,7 +11,7 @@ from pathlib import Path
 from gpupoold.access.tls import Tls
 from gpupoold.config.sections import BatchSettings
 from gpupoold.frontend.grammar_checker.checker import fork_checker
-from gpupoold.frontend.grammars.vetting import RunningChecker
+from gpupoold.frontend.grammars import RunningChecker
 from gpupoold.frontend.server import FrontendServer, FrontendSettings
 from gpupoold.system.process import (
     FRONTEND_OOM_SCORE_ADJ,

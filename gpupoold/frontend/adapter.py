@@ -1,4 +1,4 @@
-"""vLLM's API layer over the control plane; ``grammars`` and ``conversations`` import vLLM too.
+"""vLLM's API layer over the control plane.
 
 Written for the releases named in ``engine_versions.py``; each use of a non-public API has a comment
 with the reason. To be imported after ``set_engine_environment``.
@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -36,30 +37,38 @@ from vllm.v1.executor import Executor
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.media import media_limits
 from gpupoold.engine_options.parsing import default_arguments, parse_options
-from gpupoold.frontend.answer_fields import completing
-from gpupoold.frontend.anthropic_errors import name_errors_of_streams
+from gpupoold.frontend.answer_fields import completing, name_errors_of_streams
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
-from gpupoold.frontend.grammars.request_grammars import ModelGrammars, keep_grammars_off_the_loop
-from gpupoold.frontend.grammars.vetting import GrammarVetting
+from gpupoold.frontend.grammars import GrammarVetting
 from gpupoold.frontend.large_answers import make_large_answers_apart
-from gpupoold.frontend.logprobs import PromptLogprobs, has_logprobs
-from gpupoold.frontend.media import MAX_PIXELS, bound_media, count_features
-from gpupoold.frontend.mounts import Receive, Scope, Send
-from gpupoold.frontend.pool_client import EngineLimits, PoolClient, RequestLost
-from gpupoold.frontend.request_ids import make_engine_id, name_as_requested, name_responses
-from gpupoold.frontend.step_outputs import keep_steps_apart, reads_joined_steps
-from gpupoold.frontend.template_bounds import bound_rendering
+from gpupoold.frontend.pool_client import (
+    EngineLimits,
+    PoolClient,
+    RequestLost,
+    keep_steps_apart,
+    reads_joined_steps,
+)
+from gpupoold.frontend.rendering import MAX_PIXELS, bound_media, bound_rendering, count_features
+from gpupoold.frontend.request_context import make_engine_id, name_as_requested, name_responses
 from gpupoold.frontend.vllm_bounds import (
+    ModelGrammars,
     bound_pooling,
     bound_renderer,
     check_words,
     check_work,
     input_slot,
+    keep_grammars_off_the_loop,
     limit_beams,
     limit_logprobs,
 )
-from gpupoold.frontend.vocabulary import decode_tokens_once, num_embeddings, prepare_texts
+from gpupoold.frontend.vocabulary import (
+    PromptLogprobs,
+    decode_tokens_once,
+    has_logprobs,
+    num_embeddings,
+    prepare_texts,
+)
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 

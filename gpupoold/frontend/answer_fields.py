@@ -1,4 +1,4 @@
-"""Fields that a specification requires of an answer and vLLM's answers lack.
+"""Answers and errors in the forms of their specifications: required fields, Anthropic's errors.
 
 Anthropic's Messages and Open Responses list every field of an answer as required, most of them
 nullable; clients that are generated from the specification refuse an answer without them. The
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
-from gpupoold.frontend.mounts import Send
+from starlette.types import Send
 
 Object = dict[str, Any]
 Fields = Mapping[str, Any]
@@ -23,6 +24,19 @@ _NOT_NULL = object()  # left out if null
 Table = Mapping[str, Fields]
 """Fields by the place of their objects: names with dots; ``name[type]`` is an object of this type,
 or all such objects of an array."""
+
+_PATH = "/v1/messages"
+_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    529: "overloaded_error",
+}
+_ERROR_CHUNK = 'data: {"error"'
+_ERROR_EVENT = "event: error\ndata: "
 
 
 def _within(place: str, table: Table) -> Table:
@@ -223,3 +237,62 @@ def _objects(value: Any, place: list[str]) -> Iterator[Object]:
     for one in inner if isinstance(inner, list) else [inner]:
         if not kind or (isinstance(one, dict) and one.get("type") == kind[:-1]):
             yield from _objects(one, place[1:])
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """Return the body of an error, whose type follows from the HTTP status."""
+    other = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+    return {"type": "error", "error": {"type": _TYPES.get(status, other), "message": message}}
+
+
+def with_errors_of(path: str, send: Send) -> Send:
+    """Return ``send`` for an application whose errors get the form of the API of ``path``."""
+    if not path.startswith(_PATH):
+        return send
+
+    def rewrite(status: int, body: bytes) -> bytes:
+        return json.dumps(error_body(status, _message_of(body))).encode("ascii")
+
+    return rewriting(send, lambda start: start["status"] >= HTTPStatus.BAD_REQUEST, rewrite)
+
+
+def _message_of(body: bytes) -> str:
+    text = body.decode(errors="replace")
+    try:
+        message = json.loads(text)["error"]["message"]
+    except (ValueError, TypeError, LookupError):
+        return text
+    return str(message)
+
+
+def name_errors_of_streams(handler: Any) -> None:
+    """Make vLLM's handler of ``/v1/messages`` end a failed stream with the reason.
+
+    The handler reads the chunks of a chat completion: it takes an error for a chunk and reports the
+    errors of the chunk's validation.
+    """
+    handler.message_stream_converter = _with_reasons(handler.message_stream_converter)
+
+
+def _with_reasons(convert: Callable[..., AsyncGenerator[str, None]]) -> Callable[..., Any]:
+    async def converted(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        failures: list[dict[str, Any]] = []
+
+        async def until_failure() -> AsyncGenerator[str, None]:
+            async for chunk in chunks:
+                if chunk.startswith(_ERROR_CHUNK):
+                    failures.append(json.loads(chunk.removeprefix("data: "))["error"])
+                    return
+                yield chunk
+
+        async for event in convert(until_failure()):
+            if event.startswith(_ERROR_EVENT):
+                failures.append(json.loads(event.removeprefix(_ERROR_EVENT))["error"])
+            else:
+                yield event
+        for failure in failures[:1]:
+            status = failure.get("code") or HTTPStatus.INTERNAL_SERVER_ERROR
+            body = error_body(int(status), failure["message"])
+            yield f"{_ERROR_EVENT}{json.dumps(body)}\n\n"
+
+    return converted

@@ -1,4 +1,4 @@
-"""The messages of an answer on their way to the client, and how its request waited.
+"""The messages of an answer on their way to the client; how its request waited; traces of requests.
 
 A stream's headers are sent with its first event, and then tell how the request waited. A stream
 whose request waits longer gets its headers with the first comment, and a last comment with the same
@@ -10,34 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from starlette.types import Message, Scope, Send
 
-from gpupoold.frontend.mounts import Send
+from gpupoold.frontend.errors import ApiError
 from gpupoold.wire.continuation import TOKENS_COMMENT, OutputSoFar
-from gpupoold.wire.messages import AdmissionAnswer, FirstToken, ModelList, RequestsFailed
-
-Message = MutableMapping[str, Any]
+from gpupoold.wire.messages import FirstToken
 
 _FACTS = ("device", "load-ms", "queue-ms", "switch-ms", "prefill-ms", "cached-tokens")
 FACT_HEADERS = tuple(f"x-gpupool-{name}" for name in _FACTS)
 """All headers that tell how a request waited."""
 
-_PATH, _ADDRESS = "<path>", "<address>"
-_HIDDEN = (
-    # Quoted, in which a path may have spaces.
-    (re.compile(r"(['\"`])(?:file://)?~?/[^'\"`\n]*\1"), rf"\1{_PATH}\1"),
-    (re.compile(r"\bfile://[^\s'\"`<>]*"), _PATH),
-    (re.compile(r"\b(?:tcp|ipc|unix|inproc)://[^\s'\"`<>]*"), _ADDRESS),
-    (re.compile(r"(?<![\w./~<-])~?/(?!/)[^\s'\"`<>()\[\],;:]+"), _PATH),
-    (re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?(?![\w.])"), _ADDRESS),
-    (re.compile(r" at 0x[0-9a-fA-F]+"), ""),
-)
-_API_PATH = re.compile(r"/(?:v1|health|ready|version|metrics)(?:/|$)")
+_STAGES = ("load", "queue", "switch", "prefill")
+_NS_PER_MS = 1_000_000
+_SERVER_ERROR = 500
 
 
 class ClientAnswer:
@@ -185,31 +175,111 @@ def _has_events(start: Message) -> bool:
     )
 
 
-def for_clients(text: str) -> str:
-    """Return a reason with ``<path>`` and ``<address>`` for those of this machine.
+@dataclass(eq=False)
+class TracedRequest:
+    """A request under way; ``answer`` is set when there is one."""
 
-    Reasons come from exceptions in all processes, with paths and addresses of this machine.
-    Operators read the whole text in ``gpupool events``, ``gpupool ps`` and the logs.
+    model: str = ""
+    answer: ClientAnswer | None = None
+    status: int = 0
+    """The status of a refusal, 0 without."""
+
+
+class Traces:
+    """Sends a span per HTTP request to an OTLP/HTTP collector, from a thread of its own.
+
+    The span of a request continues the trace of the client's header ``traceparent`` (W3C trace
+    context). The stages are those of the header ``x-gpupool-queue-ms`` and its like: the daemon
+    tells the times of scheduling and of the worker with the first token. Spans contain no text of a
+    prompt or an answer.
     """
-    for pattern, shown in _HIDDEN:
-        text = pattern.sub(lambda found, shown=shown: _shown(found, shown), text)  # type: ignore[misc]
-    return text
 
+    def __init__(self, endpoint: str, share: float = 1.0) -> None:
+        """Record ``share`` of the requests without a trace of their own.
 
-def _shown(found: re.Match[str], shown: str) -> str:
-    return found[0] if _API_PATH.match(found[0]) else found.expand(shown)
+        ``endpoint`` is the URL of the collector, such as ``http://127.0.0.1:4318/v1/traces``; empty
+        for no traces.
+        """
+        self._tracer: Any = None
+        self._propagator: Any = None
+        if endpoint:
+            self._start(endpoint, share)
 
+    @contextlib.contextmanager
+    def request(self, scope: Scope, request_id: str) -> Iterator[TracedRequest]:
+        """Record the request inside the context."""
+        traced = TracedRequest()
+        if self._tracer is None:
+            yield traced
+            return
+        span = self._begin(scope)
+        span.set_attribute("gpupool.request_id", request_id)
+        try:
+            yield traced
+        except ApiError as error:
+            traced.status = error.status
+            raise
+        finally:
+            self._end(span, traced)
 
-def fit_for_clients(message: Any) -> Any:
-    """Return a message of the daemon, whose texts for clients name no detail of the server."""
-    match message:
-        case AdmissionAnswer() | RequestsFailed():
-            return msgspec.structs.replace(message, message=for_clients(message.message))
-        case ModelList():
-            models = [
-                msgspec.structs.replace(model, reason=for_clients(model.reason))
-                for model in message.models
-            ]
-            return msgspec.structs.replace(message, models=models)
-        case _:
-            return message
+    def _start(self, endpoint: str, share: float) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        resource = Resource.create({"service.name": "gpupool"})
+        provider = TracerProvider(
+            sampler=ParentBasedTraceIdRatio(share), resource=resource, shutdown_on_exit=False
+        )
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=5)
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = provider.get_tracer("gpupool")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def _begin(self, scope: Scope) -> Any:
+        from opentelemetry.trace import SpanKind
+
+        names = ("traceparent", "tracestate")
+        headers = ((key.decode("latin-1"), value) for key, value in scope["headers"])
+        carrier = {name: value.decode("latin-1") for name, value in headers if name in names}
+        return self._tracer.start_span(
+            f"{scope['method']} {scope['path']}",
+            context=self._propagator.extract(carrier),
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": scope["method"], "http.route": scope["path"]},
+        )
+
+    def _end(self, span: Any, traced: TracedRequest) -> None:
+        from opentelemetry.trace import StatusCode
+
+        end_ns, answer = time.time_ns(), traced.answer
+        if traced.model:
+            span.set_attribute("gen_ai.request.model", traced.model)
+        status = traced.status or (0 if answer is None else answer.status)
+        if status:
+            span.set_attribute("http.response.status_code", status)
+        if status >= _SERVER_ERROR:
+            span.set_status(StatusCode.ERROR)
+        if answer is not None and answer.first_token_ns:
+            self._add_stages(span, answer, end_ns)
+        span.end(end_ns)
+
+    def _add_stages(self, span: Any, answer: ClientAnswer, end_ns: int) -> None:
+        """Add spans of the stages, which end with the first token, and of the rest."""
+        from opentelemetry.trace import set_span_in_context
+
+        context, facts = set_span_in_context(span), answer.facts
+        for name in ("device", "cached-tokens"):
+            if name in facts:
+                span.set_attribute(f"gpupool.{name.replace('-', '_')}", facts[name])
+        durations_ns = {stage: facts.get(f"{stage}-ms", 0) * _NS_PER_MS for stage in _STAGES}
+        at_ns = answer.first_token_ns - sum(durations_ns.values())
+        spans = [*durations_ns.items(), ("decode", max(0, end_ns - answer.first_token_ns))]
+        for stage, duration_ns in spans:
+            if duration_ns:
+                child = self._tracer.start_span(stage, context=context, start_time=at_ns)
+                child.end(at_ns + duration_ns)
+            at_ns += duration_ns

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
+from starlette.types import Send
 
-from gpupoold.frontend.errors import RETRY_STARTING_S, ApiError, Send, over_rate
+from gpupoold.frontend.errors import RETRY_STARTING_S, ApiError, over_rate
 from gpupoold.units import format_duration
 from gpupoold.wire.messages import AskMetrics, AskRate, KeyRecord, MetricsText, RateAnswer
 

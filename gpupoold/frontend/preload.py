@@ -7,8 +7,8 @@ import logging
 import os
 
 from gpupoold.engine_versions import check_engine_version
+from gpupoold.frontend.body import MAX_PROMPTS, MAX_SAMPLES
 from gpupoold.frontend.conversations import message_types
-from gpupoold.frontend.request_head import MAX_PROMPTS, MAX_SAMPLES
 
 # vLLM's info records contain each model's whole configuration: a level for debugging here.
 _ENGINE_LOG_LEVELS = {"debug": "INFO", "info": "WARNING", "warning": "WARNING", "error": "ERROR"}
@@ -23,7 +23,7 @@ _ALWAYS = {
     # These two would add endpoints that no client may reach.
     "VLLM_SERVER_DEV_MODE": "0",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0",
-    # Media are fetched only from the hosts of security.media_hosts, see media.py.
+    # Media are fetched only from the hosts of security.media_hosts, see rendering.py.
     "VLLM_MEDIA_CONNECTOR": "gpupool",
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
     "VLLM_MEDIA_FETCH_MAX_RETRIES": "1",

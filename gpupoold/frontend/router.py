@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from gpupoold import __version__
 from gpupoold.access.fleet import HEADER, sign
@@ -21,15 +22,34 @@ from gpupoold.checkpoints.peers import LISTING_METHOD, PATH as CHECKPOINTS_PATH,
 from gpupoold.checkpoints.resolve import is_hub_id
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import with_defaults
-from gpupoold.frontend.anthropic_errors import with_errors_of
+from gpupoold.frontend.answer_fields import with_errors_of
 from gpupoold.frontend.batches.exchange import Exchange
 from gpupoold.frontend.batches.openapi import PATHS as BATCH_PATHS
 from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.batches.work import JsonAnswer
-from gpupoold.frontend.body import Disconnected, let_others_run, read_body, replay, without_bom
-from gpupoold.frontend.callers import Caller, Callers, serving, without_credentials
-from gpupoold.frontend.catalog import Catalog, Scope as ModelScope, model_row
-from gpupoold.frontend.cors import Cors, check_host, check_origin
+from gpupoold.frontend.body import (
+    Disconnected,
+    check_num_requests,
+    let_others_run,
+    read_body,
+    read_head,
+    replay,
+    without_bom,
+)
+from gpupoold.frontend.callers import (
+    Caller,
+    Callers,
+    Cors,
+    FleetCall,
+    FleetCalls,
+    check_host,
+    check_origin,
+    continued,
+    serving,
+    without_credentials,
+)
+from gpupoold.frontend.client_answer import TracedRequest, Traces
+from gpupoold.frontend.conversations import POOLING_PATHS, without_token_ids
 from gpupoold.frontend.daemon_calls import MetricsCalls
 from gpupoold.frontend.errors import (
     ApiError,
@@ -44,24 +64,25 @@ from gpupoold.frontend.errors import (
     send_json,
     short,
 )
-from gpupoold.frontend.fleet_calls import FleetCall, FleetCalls, continued
-from gpupoold.frontend.gates import Gates, wants_comments
-from gpupoold.frontend.image_bounds import NUM_DECODING, bounding_images
-from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
-from gpupoold.frontend.mounts import Mount, Mounts, Receive, Scope, Send
+from gpupoold.frontend.gates import Gates, wanted_gap_s, wanted_pace, wants_comments
+from gpupoold.frontend.mounts import Catalog, ModelScope as ModelScope, Mount, Mounts, model_row
 from gpupoold.frontend.openapi import describe
-from gpupoold.frontend.pacing import wanted_gap_s, wanted_pace
-from gpupoold.frontend.pooling_bodies import POOLING_PATHS, without_token_ids
-from gpupoold.frontend.request_bounds import (
+from gpupoold.frontend.request_context import (
     INPUTS_AT_ONCE,
     MAX_ENTRIES,
     MAX_ENTRIES_AT_ONCE,
+    NUM_DECODING,
+    BodyHolding,
+    BytesInFlight,
+    RequestIds,
     RequestTally,
+    answer_name,
+    bounding_images,
     counts,
+    request_ids,
+    sending_id,
+    with_id,
 )
-from gpupoold.frontend.request_head import check_num_requests, read_head
-from gpupoold.frontend.request_ids import RequestIds, answer_name, request_ids, sending_id, with_id
-from gpupoold.frontend.traces import TracedRequest, Traces
 from gpupoold.system.http_protocol import unread_coding
 from gpupoold.wire.messages import ServedModel
 

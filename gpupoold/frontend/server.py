@@ -18,28 +18,25 @@ from typing import Any
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.server import ServerState
 
 from gpupoold.access.tls import Tls
 from gpupoold.config.sections import BatchSettings
 from gpupoold.errors import Failed, GpupoolError
-from gpupoold.frontend.anthropic_errors import with_errors_of
+from gpupoold.frontend.answer_fields import with_errors_of
 from gpupoold.frontend.batches.service import BatchService
-from gpupoold.frontend.callers import Callers
-from gpupoold.frontend.catalog import Catalog
-from gpupoold.frontend.client_answer import fit_for_clients
-from gpupoold.frontend.cors import Cors
+from gpupoold.frontend.callers import Callers, Cors, FleetCalls
+from gpupoold.frontend.client_answer import Traces
 from gpupoold.frontend.daemon_calls import MetricsCalls, RateCalls
-from gpupoold.frontend.errors import STOPPING, ApiError, send_error
-from gpupoold.frontend.fleet_calls import FleetCalls
+from gpupoold.frontend.errors import STOPPING, ApiError, fit_for_clients, send_error
 from gpupoold.frontend.gates import Gates, WaitComments
-from gpupoold.frontend.grammars.vetting import GrammarVetting, RunningChecker
-from gpupoold.frontend.in_flight import BytesInFlight
-from gpupoold.frontend.mounts import AsgiApp, Mounts, Receive, Scope, Send
+from gpupoold.frontend.grammars import GrammarVetting, RunningChecker
+from gpupoold.frontend.mounts import Catalog, Mounts
 from gpupoold.frontend.preload import preload
+from gpupoold.frontend.request_context import BytesInFlight
 from gpupoold.frontend.router import Bounds, Router, Services
-from gpupoold.frontend.traces import Traces
 from gpupoold.system.http_protocol import BoundedHttp, Server, server_config
 from gpupoold.system.loop_lag import measure_lag
 from gpupoold.system.process import importing, set_log_level, trim_heap
@@ -433,7 +430,7 @@ class Collector:
         return is_due
 
 
-def http_config(app: AsgiApp, tls: Tls | None) -> uvicorn.Config:
+def http_config(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
     """Return the configuration of a server for the public API."""
     # The same context each time: renewed certificates are loaded into the context.
     contexts = None if tls is None else lambda *_: tls.context()

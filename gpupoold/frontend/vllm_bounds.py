@@ -1,4 +1,4 @@
-"""Bounds on the work of vLLM's API for one HTTP request, checked before the work begins.
+"""Bounds on the work of vLLM's API for one HTTP request and on its grammars, checked before.
 
 An *entry* is the log-probability of one token at one position. vLLM makes the entries of an answer
 one by one in Python: 1,300,000 of them take 2.8 s of the event loop and 700 MB.
@@ -9,17 +9,37 @@ The errors are vLLM's, which its handlers answer with 400.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
+import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.v1.structured_output import backend_xgrammar
+from vllm.v1.structured_output.utils import choice_as_grammar
 
-from gpupoold.frontend.errors import ApiError
+from gpupoold.frontend.callers import current_key_id
+from gpupoold.frontend.errors import ApiError, bad_request, for_clients, over_rate
 from gpupoold.frontend.gates import refuse
-from gpupoold.frontend.in_flight import body_holding
+from gpupoold.frontend.grammars import (
+    GrammarVerdict,
+    GrammarVetting,
+    OverBound,
+    TooManyGrammars,
+    check_constraint,
+)
 from gpupoold.frontend.large_answers import PiecewiseJson
-from gpupoold.frontend.request_bounds import MAX_ENTRIES_AT_ONCE, counts, why_too_much_work
+from gpupoold.frontend.request_context import (
+    MAX_ENTRIES_AT_ONCE,
+    body_holding,
+    counts,
+    why_too_much_work,
+)
+from gpupoold.grammar_backends import grammar_digest
+from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
 MAX_PROMPT_TOKENS = 1 << 20
 """Limit of one HTTP request: over all its prompts, times the number of answers.
@@ -49,6 +69,10 @@ _LISTED_BYTES = 64
 """The same where vLLM lists all numbers before any is sent."""
 # vLLM's pooling handlers in the state of its application.
 _POOLING = ("serving_pooling", "serving_embedding", "serving_classification", "serving_scores")
+
+_FIELD = "structured_outputs"
+_RETRY_S = 2.0
+_mount_ids = itertools.count(1)
 
 
 def refused(error: ApiError, parameter: str | None = None) -> VLLMValidationError:
@@ -349,3 +373,92 @@ def _counted(handler: Any, max_tokens: int) -> Callable[[Any], Any]:
 
 class ORJSONResponse(PiecewiseJson):
     """The response class of vLLM's handlers, which give one of this name the arrays themselves."""
+
+
+class ModelGrammars:
+    """Checks the grammars of one mounted model's requests.
+
+    vLLM 0.32.0 validates a grammar on the event loop, in ``InputProcessor.process_inputs`` and
+    while parsing a body. Both are replaced: the grammar checker validates in another process.
+    """
+
+    def __init__(self, vetting: GrammarVetting, model: ModelToLoad, loaded: LoadedModel) -> None:
+        self._vetting = vetting
+        self._model = model
+        self._loaded = loaded
+        self._mount_id = next(_mount_ids)
+
+    async def vetted(self, params: Any) -> Any:
+        """Return the parameters with their grammar in the form of vLLM's validation.
+
+        Raises:
+            VLLMValidationError: the grammar may not be used, or cannot be checked now; the answer
+                is refused with the reason.
+        """
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return params
+        structured = params.structured_outputs
+        parts = {
+            field.name: value
+            for field in dataclasses.fields(structured)
+            if field.init and (value := getattr(structured, field.name)) not in (None, False)
+        }
+        try:
+            constraint = check_constraint(parts)
+            verdict = await self._vetting.verdict(
+                self._mount_id, self._model, self._loaded, constraint, current_key_id()
+            )
+        except OverBound as error:
+            raise refused(bad_request(f"{error}.", param=error.field)) from error
+        except TooManyGrammars as error:
+            text = "Too many new grammars (schemas, patterns, choices, tools) wait to be checked."
+            raise refused(over_rate(text, _RETRY_S)) from error
+        if verdict.outcome == "unknown":
+            reason = for_clients(verdict.reason) or "the checker has ended"
+            text = f"The grammar cannot be checked now: {reason}."
+            raise refused(ApiError(503, text, retry_after_s=_RETRY_S))
+        if verdict.outcome == "refused":
+            reason = for_clients(verdict.reason)
+            raise refused(bad_request(f"The grammar cannot be used: {reason}", param=_FIELD))
+        params = copy.copy(params)
+        params.structured_outputs = _validated(structured, verdict)
+        if self._vetting.has_convictions:
+            digest = grammar_digest(params.structured_outputs)
+            if reason := self._vetting.conviction(self._model.name, current_key_id(), digest):
+                raise refused(bad_request(reason, param=_FIELD))
+        return params
+
+
+def _validated(
+    structured: StructuredOutputsParams, verdict: GrammarVerdict
+) -> StructuredOutputsParams:
+    if verdict.backend == "xgrammar" and structured.choice:
+        grammar = choice_as_grammar(structured.choice)
+        validated = dataclasses.replace(structured, choice=None, grammar=grammar)
+    else:
+        validated = dataclasses.replace(structured)
+    validated._backend = verdict.backend
+    validated._backend_was_auto = True
+    return validated
+
+
+def keep_grammars_off_the_loop() -> None:
+    """Replace xgrammar's native validation in this process.
+
+    While parsing a body, vLLM validates structural tags, and asks whether xgrammar supports the
+    schemas of tools. The request's check covers both.
+    """
+    backend_xgrammar.validate_xgrammar_grammar = _check_features  # type: ignore[assignment]
+
+
+def _check_features(params: SamplingParams) -> None:
+    structured = params.structured_outputs
+    if structured is None or not structured.json:
+        return
+    schema = structured.json
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    if isinstance(schema, Mapping) and backend_xgrammar.has_xgrammar_unsupported_json_features(
+        dict(schema)
+    ):
+        raise VLLMValidationError("xgrammar does not support the JSON schema")

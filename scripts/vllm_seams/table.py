@@ -27,7 +27,7 @@ _LOADING = "gpupoold/worker/weights/loading.py"
 _ADAPTER = "gpupoold/frontend/adapter.py"
 _CLIENT = "gpupoold/frontend/pool_client.py"
 _BOUNDS = "gpupoold/frontend/vllm_bounds.py"
-_REQUEST_GRAMMARS = "gpupoold/frontend/grammars/request_grammars.py"
+_REQUEST_GRAMMARS = "gpupoold/frontend/vllm_bounds.py"
 _TRIAL = "gpupoold/frontend/grammar_checker/trial.py"
 
 _RUNNERS = (
@@ -242,7 +242,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "_tokenize_prompt_async process_for_engine_async",
     ),
     (
-        "gpupoold/frontend/media.py",
+        "gpupoold/frontend/rendering.py",
         "vllm.renderers.base.BaseRenderer",
         "mm_processor _process_multimodal_async render_chat_async _mm_executor",
     ),
@@ -257,7 +257,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "create_error_response",
     ),
     (
-        "gpupoold/frontend/media.py",
+        "gpupoold/frontend/rendering.py",
         "vllm.multimodal.media.MediaConnector",
         "allowed_media_domains media_io_kwargs load_from_url_async",
     ),
@@ -391,7 +391,7 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (_ADAPTER, "vllm.entrypoints.launchers.api_server.app_state.init_app_state"),
     (_BOUNDS, "vllm.renderers.base.BaseRenderer.process_for_engine_async"),
     (
-        "gpupoold/frontend/media.py",
+        "gpupoold/frontend/rendering.py",
         "vllm.multimodal.media.MediaConnector._assert_url_in_allowed_media_domains",
     ),
     (

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from gpupoold.domain import ModelName
-from gpupoold.frontend.grammars.messages import GrammarVerdict
-from gpupoold.frontend.grammars.vetting import GrammarVetting
+from gpupoold.frontend.grammars import GrammarVerdict, GrammarVetting
 from gpupoold.wire.messages import ModelToLoad, ServedModel
 from tests.functional.engine_peer import EnginePeer, set_engine_environment, until
 

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 from starlette.datastructures import FormData, UploadFile
+from starlette.types import Receive, Scope, Send
 
 from gpupool_state.batches import Account, BatchRow, BatchStore, FileRow, Order
 from gpupoold.config.sections import BatchSettings
@@ -30,8 +31,7 @@ from gpupoold.frontend.errors import (
     send_json,
     too_large,
 )
-from gpupoold.frontend.in_flight import BytesInFlight
-from gpupoold.frontend.mounts import Receive, Scope, Send
+from gpupoold.frontend.request_context import BytesInFlight
 from gpupoold.units import format_duration, parse_duration_s
 
 FILES, BATCHES = "/v1/files", "/v1/batches"

@@ -7,9 +7,9 @@ from collections.abc import Coroutine, MutableMapping
 from typing import Any
 
 import msgspec
+from starlette.types import Scope
 
 from gpupoold.frontend.batches.work import JsonAnswer
-from gpupoold.frontend.mounts import Scope
 
 _MAX_REASON_CHARS = 400
 _LEAVING_S = 1.0

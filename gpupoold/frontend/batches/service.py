@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from starlette.types import Receive, Scope, Send
+
 from gpupool_state.batches import BatchRow, BatchStatus, BatchStore
 from gpupoold.config.sections import BatchSettings
 from gpupoold.errors import GpupoolError
@@ -17,9 +19,8 @@ from gpupoold.frontend.batches.stored_files import StoredFiles
 from gpupoold.frontend.batches.work import Ask, BatchWorker, TellWait
 from gpupoold.frontend.callers import Caller, Callers
 from gpupoold.frontend.errors import ApiError, starting
-from gpupoold.frontend.in_flight import BytesInFlight
-from gpupoold.frontend.mounts import Receive, Scope, Send
 from gpupoold.frontend.places import Places
+from gpupoold.frontend.request_context import BytesInFlight
 
 _logger = logging.getLogger(__name__)
 _RETRY_S = 5.0

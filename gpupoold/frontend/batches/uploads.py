@@ -17,10 +17,10 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
+from starlette.types import Receive, Scope
 
 from gpupoold.frontend.body import BODY_TIMEOUT_S, Disconnected
 from gpupoold.frontend.errors import ApiError, bad_request, over_rate, too_large
-from gpupoold.frontend.mounts import Receive, Scope
 from gpupoold.frontend.places import Places
 
 MAX_UPLOADS = 4

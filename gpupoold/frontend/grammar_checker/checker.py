@@ -23,8 +23,12 @@ from typing import Any
 
 import msgspec
 
-from gpupoold.frontend.grammars.messages import CHECK_TIMEOUT_S, GrammarCheck, GrammarVerdict
-from gpupoold.frontend.grammars.vetting import RunningChecker
+from gpupoold.frontend.grammars import (
+    CHECK_TIMEOUT_S,
+    GrammarCheck,
+    GrammarVerdict,
+    RunningChecker,
+)
 from gpupoold.frontend.preload import preload
 from gpupoold.system.process import (
     GRAMMAR_NICENESS,

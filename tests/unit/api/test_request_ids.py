@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.api.request_ids import API_PREFIXES, is_request, request_id_of
-from gpupoold.frontend.request_ids import RequestIds
+from gpupoold.frontend.request_context import RequestIds
 
 HTTP_ID = RequestIds().http_id
 # Where vLLM makes the id of an answer: of the request's id, or a default of the answer's type.

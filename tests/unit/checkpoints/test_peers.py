@@ -18,8 +18,8 @@ from gpupoold.checkpoints.hub import Hub
 from gpupoold.checkpoints.manifest import HubFile, read_manifest
 from gpupoold.checkpoints.peers import PATH, PeerHub, Peers, Sources
 from gpupoold.errors import Failed
+from gpupoold.frontend.callers import FleetCalls
 from gpupoold.frontend.errors import ApiError, send_error
-from gpupoold.frontend.fleet_calls import FleetCalls
 from gpupoold.frontend.router import CheckpointFiles
 from tests.support.quick_server import QuickServer
 from tests.unit.checkpoints.download_tools import (

@@ -11,7 +11,7 @@ from examples.demo import act_two
 from examples.demo.act_two import ELSEWHERE, ON_KILLED, Kill
 from examples.demo.answers import Answer
 from gpupoold.api.schemas import RequestInfo
-from gpupoold.frontend.request_ids import RequestIds
+from gpupoold.frontend.request_context import RequestIds
 
 
 def answer(stream_id: str) -> Answer:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from gpupoold.frontend.mounts import Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
+
 from gpupoold.frontend.router import ROUTED_PATHS
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import StepOutputs

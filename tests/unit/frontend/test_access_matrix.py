@@ -9,12 +9,12 @@ import re
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from gpupoold.access.secret import make_key
 from gpupoold.frontend import router
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.errors import send_json
-from gpupoold.frontend.mounts import Receive, Scope, Send
 from gpupoold.wire.messages import AccessRules, KeyRecord
 from tests.unit.frontend.asgi import request
 from tests.unit.frontend.test_router import Served

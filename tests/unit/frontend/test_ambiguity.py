@@ -7,7 +7,7 @@ import json
 import pytest
 from xgrammar import Grammar
 
-from gpupoold.frontend.grammar_checker.ambiguity import doubled_rule
+from gpupoold.frontend.grammar_checker.trial import doubled_rule
 
 DOUBLED = {
     's ::= s s | "a"': "s",

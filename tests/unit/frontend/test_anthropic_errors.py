@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.frontend.anthropic_errors import (
+from gpupoold.frontend.answer_fields import (
     error_body,
     name_errors_of_streams,
     with_errors_of,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.frontend.client_answer import fit_for_clients, for_clients
+from gpupoold.frontend.errors import fit_for_clients, for_clients
 from gpupoold.wire.messages import AdmissionAnswer, ModelList, Ping, RequestsFailed, ServedModel
 
 SECRET = "/srv/models/bad"

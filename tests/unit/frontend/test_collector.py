@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupoold.frontend.in_flight import BytesInFlight
+from gpupoold.frontend.request_context import BytesInFlight
 from gpupoold.frontend.server import Collector
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from gpupoold.frontend import grammars
+from gpupoold.frontend.body import read_head
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.grammars import bounds
-from gpupoold.frontend.grammars.bounds import OverBound, check_constraint, group_depth
-from gpupoold.frontend.request_head import read_head
+from gpupoold.frontend.grammars import OverBound, check_constraint, group_depth
 
 
 def refused(**fields: Any) -> ApiError:
@@ -32,20 +32,24 @@ def nested(depth: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize("field", msgspec.structs.fields(bounds.GrammarFields))
+@pytest.mark.parametrize("field", msgspec.structs.fields(grammars.GrammarFields))
 def test_each_field_is_bounded(field: Any) -> None:
     error = refused(**{field.name: {"pattern": "a" * 10_000}})
     assert error.param == f"{field.name}: pattern"
     assert "is 10000 characters long; the bound is 8192" in error.message
-    error = refused(**{field.name: "a" * bounds.MAX_BYTES})
+    error = refused(**{field.name: "a" * grammars.MAX_BYTES})
     assert error.param == field.name
-    assert f"the bound is {bounds.MAX_BYTES}" in error.message
+    assert f"the bound is {grammars.MAX_BYTES}" in error.message
 
 
 @pytest.mark.parametrize(
     ("fine", "over", "what"),
     [
-        (nested(bounds.MAX_DEPTH), nested(bounds.MAX_DEPTH + 1), "nested deeper than 80 levels"),
+        (
+            nested(grammars.MAX_DEPTH),
+            nested(grammars.MAX_DEPTH + 1),
+            "nested deeper than 80 levels",
+        ),
         ([0] * 19_000, [0] * 20_001, "more than 20000 values"),
         (
             {"properties": dict.fromkeys(map(str, range(5_000)), 0)},

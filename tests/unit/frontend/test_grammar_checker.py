@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
+from gpupoold.frontend.grammars import GrammarCheck, GrammarVerdict
 from gpupoold.wire.channel import BlockingChannel
 from tests.conftest import PYTHON_PATH
 from tests.unit.frontend.test_grammar_vetting import LOADED, MODEL

@@ -11,9 +11,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gpupoold.domain import ModelName
-from gpupoold.frontend.grammars import vetting
-from gpupoold.frontend.grammars.messages import GrammarCheck, GrammarVerdict
-from gpupoold.frontend.grammars.vetting import GrammarVetting, RunningChecker, TooManyGrammars
+from gpupoold.frontend import grammars
+from gpupoold.frontend.grammars import (
+    GrammarCheck,
+    GrammarVerdict,
+    GrammarVetting,
+    RunningChecker,
+    TooManyGrammars,
+)
 from gpupoold.wire.channel import AsyncChannel
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
@@ -102,7 +107,7 @@ async def test_equal_grammars_share_a_check(checker: Checker) -> None:
 
 
 async def test_oldest_verdicts_go(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vetting, "MAX_CACHED", 2)
+    monkeypatch.setattr(grammars, "MAX_CACHED", 2)
 
     async def is_new(constraint: bytes) -> bool:
         asked = checker.ask(constraint)
@@ -121,7 +126,7 @@ async def test_oldest_verdicts_go(checker: Checker, monkeypatch: pytest.MonkeyPa
 async def test_callers_take_turns(checker: Checker) -> None:
     for number in range(6):
         checker.ask(b"flood %d" % number, "a")
-    running = [await checker.asked() for _ in range(vetting.MAX_RUNNING)]
+    running = [await checker.asked() for _ in range(grammars.MAX_RUNNING)]
     await checker.nothing_is_asked()
     checker.ask(b"one", "b")
     await asyncio.sleep(0)
@@ -134,7 +139,7 @@ async def test_callers_take_turns(checker: Checker) -> None:
 
 
 async def test_flood_is_refused_to_who_sends_it(checker: Checker) -> None:
-    number = vetting.MAX_RUNNING + vetting.MAX_WAITING_PER_CALLER
+    number = grammars.MAX_RUNNING + grammars.MAX_WAITING_PER_CALLER
     several = [checker.ask(b"flood %d" % one, "a") for one in range(number)]
     await asyncio.sleep(0)
     with pytest.raises(TooManyGrammars):
@@ -147,7 +152,7 @@ async def test_flood_is_refused_to_who_sends_it(checker: Checker) -> None:
 
 
 async def test_all_callers_together_are_bounded(checker: Checker) -> None:
-    number = vetting.MAX_RUNNING + vetting.MAX_WAITING
+    number = grammars.MAX_RUNNING + grammars.MAX_WAITING
     several = [checker.ask(b"%d" % one, f"caller {one}") for one in range(number)]
     await asyncio.sleep(0)
     with pytest.raises(TooManyGrammars):
@@ -168,7 +173,7 @@ async def test_hung_checker_is_killed(checker: Checker, monkeypatch: pytest.Monk
     first = checker.ask(b"1")
     checker.answer(await checker.asked())
     await first
-    monkeypatch.setattr(vetting, "ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(grammars, "ANSWER_TIMEOUT_S", 0.01)
     started: list[int] = []
 
     async def start() -> RunningChecker:
@@ -191,19 +196,19 @@ async def test_hung_checker_is_killed(checker: Checker, monkeypatch: pytest.Monk
 async def test_new_checker_has_time_to_start(
     checker: Checker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vetting, "ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(grammars, "ANSWER_TIMEOUT_S", 0.01)
     assert (await checker.ask(b"1")).outcome == "unknown"
     assert checker.process.poll() is None
     check = await checker.asked()
     checker.answer(check)  # too late, and harmless
-    monkeypatch.setattr(vetting, "ANSWER_TIMEOUT_S", 60)
+    monkeypatch.setattr(grammars, "ANSWER_TIMEOUT_S", 60)
     again = checker.ask(b"1")
     checker.answer(await checker.asked())
     assert (await again).outcome == "accepted"
 
 
 def test_conviction_holds_for_the_key_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vetting, "MAX_CACHED", 2)
+    monkeypatch.setattr(grammars, "MAX_CACHED", 2)
     known = GrammarVetting("warning")
     assert not known.has_convictions
     for number in range(3):

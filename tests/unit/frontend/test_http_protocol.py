@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from gpupoold.frontend.errors import send_json
-from gpupoold.frontend.mounts import Receive, Scope, Send
 from gpupoold.frontend.server import PublicHttp
 from tests.certificates import make_certificate
 from tests.raw_http import PATIENCE_S, Connect, http_server

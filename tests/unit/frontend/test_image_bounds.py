@@ -12,16 +12,16 @@ import pytest
 from PIL import Image
 from vllm.exceptions import VLLMValidationError
 
-from gpupoold.frontend import image_bounds
-from gpupoold.frontend.image_bounds import (
+from gpupoold.frontend import request_context
+from gpupoold.frontend.request_context import (
     FORMATS,
     BadImage,
+    BytesInFlight,
     RequestImages,
     bounding_images,
     image_size,
     request_images,
 )
-from gpupoold.frontend.in_flight import BytesInFlight
 from gpupoold.frontend.vllm_bounds import charge
 
 
@@ -97,7 +97,7 @@ def test_bytes_are_in_flight_until_the_answer_has_ended() -> None:
 
 
 async def test_only_some_requests_decode_at_once() -> None:
-    slots = asyncio.Semaphore(image_bounds.NUM_DECODING)
+    slots = asyncio.Semaphore(request_context.NUM_DECODING)
     first, second, third = (RequestImages(slots) for _ in range(3))
     with first.rendering():
         await first.begin()

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.in_flight import BodyHolding, BytesInFlight
+from gpupoold.frontend.request_context import BodyHolding, BytesInFlight
 
 
 def refused(holding: BodyHolding, num_bytes: int) -> int:

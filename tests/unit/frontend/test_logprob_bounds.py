@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from gpupoold.frontend.in_flight import BytesInFlight
-from gpupoold.frontend.request_bounds import (
+from gpupoold.frontend.request_context import (
     MAX_ENTRIES,
     MAX_ENTRIES_AT_ONCE,
+    BytesInFlight,
     RequestTally,
     counts,
 )

@@ -13,8 +13,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
-from gpupoold.frontend import logprobs
-from gpupoold.frontend.logprobs import PromptLogprobs
+from gpupoold.frontend import vocabulary
+from gpupoold.frontend.vocabulary import PromptLogprobs
 
 WIDTH = 4
 
@@ -55,7 +55,7 @@ def first_output(name: str, num_rows: int) -> EngineCoreOutput:
 
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 100])
 def test_slices_make_the_same(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_SLICE_S", 0.0)
+    monkeypatch.setattr(vocabulary, "_SLICE_S", 0.0)
     whole, sliced = processor(), processor()
     whole._update_prompt_logprobs(tensors(num_rows))
     slow = PromptLogprobs({"a": SimpleNamespace(logprobs_processor=sliced)})  # type: ignore[dict-item]
@@ -73,7 +73,7 @@ def test_slices_make_the_same(num_rows: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_requests_advance_in_turns_and_their_outputs_stay_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logprobs, "_SLICE_S", 0.0)
+    monkeypatch.setattr(vocabulary, "_SLICE_S", 0.0)
     states: Any = {name: SimpleNamespace(logprobs_processor=processor()) for name in "ab"}
     slow = PromptLogprobs(states)
     other = EngineCoreOutput("c", [5])
@@ -96,7 +96,7 @@ def test_outputs_of_a_client_that_has_left_are_given_back() -> None:
 def test_other_outputs_overtake_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.unit.frontend.test_pool_client import ControlPlane
 
-    monkeypatch.setattr(logprobs, "_SLICE_S", 0.0)
+    monkeypatch.setattr(vocabulary, "_SLICE_S", 0.0)
     plane: Any = ControlPlane()
     client = plane.client
     states: Any = {"a": SimpleNamespace(logprobs_processor=processor())}

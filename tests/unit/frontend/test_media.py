@@ -20,7 +20,7 @@ _FETCH = """
 import asyncio, json, sys
 from gpupoold.frontend.preload import set_engine_environment
 set_engine_environment("error")
-import gpupoold.frontend.media
+import gpupoold.frontend.rendering
 import vllm.envs as envs
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 

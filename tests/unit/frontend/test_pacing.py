@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.pacing import Pacer, wanted_gap_s, wanted_pace
+from gpupoold.frontend.gates import Pacer, wanted_gap_s, wanted_pace
 
 GAP_S = 0.1
 

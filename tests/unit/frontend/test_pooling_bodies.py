@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from gpupoold.frontend.body import JsonScan
+from gpupoold.frontend.body import MAX_INPUTS, JsonScan, read_head
+from gpupoold.frontend.conversations import POOLING_PATHS, check_input, num_inputs
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.pooling_bodies import POOLING_PATHS, check_input, num_inputs
-from gpupoold.frontend.request_head import MAX_INPUTS, read_head
 
 MESSAGE = {"role": "user", "content": "x"}
 

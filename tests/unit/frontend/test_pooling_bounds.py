@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from gpupoold.frontend.in_flight import BytesInFlight
-from gpupoold.frontend.pooling_bodies import without_token_ids
-from gpupoold.frontend.request_bounds import RequestTally, counts
+from gpupoold.frontend.conversations import without_token_ids
+from gpupoold.frontend.request_context import BytesInFlight, RequestTally, counts
 from gpupoold.frontend.vllm_bounds import (
     MAX_NUMBERS,
     MAX_PROMPT_TOKENS,

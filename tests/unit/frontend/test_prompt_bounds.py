@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from vllm.exceptions import VLLMValidationError
 
-from gpupoold.frontend.request_bounds import RequestTally, counts
+from gpupoold.frontend.request_context import RequestTally, counts
 from gpupoold.frontend.vllm_bounds import MAX_PROMPT_TOKENS, bound_renderer, check_words
 
 

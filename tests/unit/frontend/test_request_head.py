@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from gpupoold.frontend.body import MAX_PROMPTS, Head, check_num_requests, read_head
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.request_head import MAX_PROMPTS, Head, check_num_requests, read_head
 
 COMPLETIONS = "/v1/completions"
 BATCH = "/v1/chat/completions/batch"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.request_ids import (
+from gpupoold.frontend.request_context import (
     RequestIds,
     make_engine_id,
     request_ids,

@@ -14,11 +14,10 @@ import pytest
 from gpupoold.domain import Adapter
 from gpupoold.frontend import body
 from gpupoold.frontend.callers import Callers
-from gpupoold.frontend.catalog import Catalog
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import Gates, WaitComments
-from gpupoold.frontend.in_flight import BytesInFlight
-from gpupoold.frontend.mounts import Mounts
+from gpupoold.frontend.mounts import Catalog, Mounts
+from gpupoold.frontend.request_context import BytesInFlight
 from gpupoold.frontend.router import Bounds, Router, Services
 from gpupoold.wire.messages import AccessRules, ServedModel
 from tests.unit.frontend.asgi import Answer, EchoApi, request

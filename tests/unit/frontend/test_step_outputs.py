@@ -10,8 +10,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from gpupoold.frontend import step_outputs
-from gpupoold.frontend.step_outputs import (
+from gpupoold.frontend import pool_client
+from gpupoold.frontend.pool_client import (
     join_steps,
     keep_steps_apart,
     put_in_a_row,
@@ -63,7 +63,7 @@ async def test_an_error_comes_before_waiting_steps() -> None:
 
 
 async def test_more_steps_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_outputs, "MAX_STEPS_APART", 2)
+    monkeypatch.setattr(pool_client, "MAX_STEPS_APART", 2)
     queue = stream()
     for token_id in range(6):
         queue.put(delta(token_id))

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import hf
 
-from gpupoold.frontend.template_bounds import (
+from gpupoold.frontend.rendering import (
     RenderLimit,
     after_others,
     bound_arithmetic,

@@ -8,7 +8,7 @@ import pytest
 from vllm import PoolingParams, SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams
 
-from gpupoold.frontend.request_bounds import why_too_much_work
+from gpupoold.frontend.request_context import why_too_much_work
 
 
 def detection(size: int, count: int) -> RepetitionDetectionParams:

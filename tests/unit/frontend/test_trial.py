@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gpupoold.frontend.grammar_checker import trial
-from gpupoold.frontend.grammars.messages import GrammarCheck
+from gpupoold.frontend.grammars import GrammarCheck
 from tests.unit.frontend.test_grammar_vetting import LOADED, MODEL
 
 pytestmark = pytest.mark.filterwarnings("ignore")

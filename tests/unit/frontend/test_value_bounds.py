@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from gpupoold.frontend.body import MAX_ELEMENTS, check_values
 from gpupoold.frontend.conversations import BATCH_PATH, MAX_PARTS
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.request_head import MAX_ELEMENTS, check_values
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MANY = 200_000

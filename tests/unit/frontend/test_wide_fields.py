@@ -23,9 +23,8 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeCompletionRequest,
 )
 
-from gpupoold.frontend.body import MAX_CONTAINERS, MAX_STRINGS
+from gpupoold.frontend.body import MAX_CONTAINERS, MAX_ELEMENTS, MAX_STRINGS, read_head
 from gpupoold.frontend.errors import ApiError
-from gpupoold.frontend.request_head import MAX_ELEMENTS, read_head
 
 MAX_ERRORS = 20_000
 """Of which pydantic makes and lists some 200 in a millisecond."""

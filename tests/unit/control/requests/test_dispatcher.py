@@ -9,7 +9,7 @@ import pytest
 from gpupool_state import History
 from gpupoold.domain import FinalFailure, FinishReason, Targets
 from gpupoold.errors import NoSuchRequest
-from gpupoold.frontend.request_ids import RequestIds
+from gpupoold.frontend.request_context import RequestIds
 from gpupoold.wire import messages as m
 from tests.unit.control.loaded import WEIGHT_BYTES, loaded
 from tests.unit.control.requests.dispatcher_bench import NAME, Bench

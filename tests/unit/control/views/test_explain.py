@@ -14,7 +14,7 @@ from gpupoold.config.sections import DeviceSettings
 from gpupoold.control.views.explain import Explainer
 from gpupoold.domain import DeviceActivity, ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
-from gpupoold.frontend.request_ids import RequestIds
+from gpupoold.frontend.request_context import RequestIds
 from gpupoold.wire import messages as m
 from tests.unit.control.requests.dispatcher_bench import NAME, Bench, due_to
 

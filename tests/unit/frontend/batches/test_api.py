@@ -16,7 +16,7 @@ from gpupoold.frontend.batches.api import BatchApi
 from gpupoold.frontend.batches.stored_files import StoredFiles
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.errors import ApiError, send_error
-from gpupoold.frontend.in_flight import BytesInFlight
+from gpupoold.frontend.request_context import BytesInFlight
 from gpupoold.wire.messages import KeyRecord
 from tests.unit.frontend.asgi import Answer, request
 

@@ -1,4 +1,0 @@
-"""Grammars of requests: bounds, messages to the checker, verdicts.
-
-Imports no engine.
-"""

@@ -23,9 +23,8 @@ from gpupoold.checkpoints.resolve import is_hub_id
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import with_defaults
 from gpupoold.frontend.answer_fields import with_errors_of
-from gpupoold.frontend.batches.exchange import Exchange
 from gpupoold.frontend.batches.openapi import PATHS as BATCH_PATHS
-from gpupoold.frontend.batches.service import BatchService
+from gpupoold.frontend.batches.service import BatchService, Exchange
 from gpupoold.frontend.batches.work import JsonAnswer
 from gpupoold.frontend.body import (
     Disconnected,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from gpupool_state.batches import BatchStatus
-from gpupoold.frontend.batches.input_file import ENDPOINTS
+from gpupoold.frontend.batches.files import ENDPOINTS
 
 Schema = dict[str, Any]
 

@@ -21,16 +21,17 @@ import msgspec
 
 from gpupool_state.batches import BatchRow, BatchStatus, BatchStore, FileRow, ResultRow
 from gpupoold.config.sections import BatchSettings
-from gpupoold.frontend.batches.input_file import (
+from gpupoold.frontend.batches.files import (
     MAX_ERRORS,
     BatchLine,
     LineProblem,
+    StoredFiles,
     check_lines,
     lines_of,
+    new_id,
 )
-from gpupoold.frontend.batches.stored_files import StoredFiles, new_id
+from gpupoold.frontend.batches.places import Places
 from gpupoold.frontend.callers import Caller
-from gpupoold.frontend.places import Places
 
 T = TypeVar("T")
 # Lines that are read, checked or written at once, in a thread, and their bytes.

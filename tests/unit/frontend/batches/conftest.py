@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from gpupool_state.batches import BatchStore
 from gpupoold.config.sections import BatchSettings
-from gpupoold.frontend.batches.stored_files import StoredFiles
+from gpupoold.frontend.batches.files import StoredFiles
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from starlette import formparsers
 from gpupool_state.batches import BatchRow, BatchStore, FileRow
 from gpupoold.config.sections import BatchSettings
 from gpupoold.frontend.batches.api import BatchApi
-from gpupoold.frontend.batches.stored_files import StoredFiles
+from gpupoold.frontend.batches.files import StoredFiles
 from gpupoold.frontend.callers import Caller
 from gpupoold.frontend.errors import ApiError, send_error
 from gpupoold.frontend.request_context import BytesInFlight

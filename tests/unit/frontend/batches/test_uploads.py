@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.datastructures import UploadFile
 
-from gpupoold.frontend.batches import uploads
-from gpupoold.frontend.batches.uploads import MAX_WAITING, Uploads
+from gpupoold.frontend.batches import api
+from gpupoold.frontend.batches.api import MAX_WAITING, Uploads
 from gpupoold.frontend.body import Disconnected
 from gpupoold.frontend.errors import ApiError
 
@@ -101,7 +101,7 @@ async def test_a_key_takes_half_of_the_places_and_others_upload_meanwhile() -> N
 
 
 async def test_a_wait_for_a_place_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "_WAIT_S", 0.05)
+    monkeypatch.setattr(api, "_WAIT_S", 0.05)
     reader = Uploads(10**6)
     held = [asyncio.create_task(upload(reader, "a", Client(HEAD))) for _ in range(2)]
     await asyncio.sleep(0)

@@ -15,11 +15,11 @@ import pytest
 from gpupool_state.batches import BatchRow, BatchStore, FileRow, ResultRow
 from gpupoold.config.sections import BatchSettings
 from gpupoold.frontend.batches.api import batch_object
+from gpupoold.frontend.batches.files import StoredFiles
+from gpupoold.frontend.batches.places import Places
 from gpupoold.frontend.batches.service import BatchRunner
-from gpupoold.frontend.batches.stored_files import StoredFiles
 from gpupoold.frontend.batches.work import BatchWorker, JsonAnswer
 from gpupoold.frontend.callers import Caller
-from gpupoold.frontend.places import Places
 
 pytestmark = pytest.mark.asyncio
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.frontend.batches.input_file import (
+from gpupoold.frontend.batches.files import (
     MAX_LINE_BYTES,
     LineProblem,
     check_lines,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gpupoold.frontend.batches.exchange import Exchange
+from gpupoold.frontend.batches.service import Exchange
 from gpupoold.frontend.batches.work import JsonAnswer
 from gpupoold.frontend.errors import ApiError, send_error, send_json
 

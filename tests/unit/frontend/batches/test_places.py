@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gpupoold.frontend.places import Places
+from gpupoold.frontend.batches.places import Places
 
 
 def tried(places: Places, owner: str, group: str = "") -> asyncio.Task[None]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from gpupoold.api.schemas_fleet import FleetModel, FleetReport
+from gpupoold.api.schemas_access import FleetModel, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.fleet.cluster import FleetSpec, FleetTable, Node
 from gpupoold.fleet.placement import changes

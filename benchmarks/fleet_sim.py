@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.fleet_scale import report
 from benchmarks.sim_devices import CappedLengths
-from gpupoold.api.schemas_fleet import FleetModel
+from gpupoold.api.schemas_access import FleetModel
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.domain import Targets
 from gpupoold.fleet.cluster import FleetSpec, Node

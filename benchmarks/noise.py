@@ -16,7 +16,7 @@ from benchmarks.malformed_requests import MalformedRequest
 from benchmarks.near_limits import near_limits, ordinary
 from benchmarks.neighbour import Felt, Neighbour
 from benchmarks.private_daemon import PrivateDaemon
-from gpupoold.api.schemas_top import TurnInfo
+from gpupoold.api.schemas import TurnInfo
 
 MAX_BODY_BYTES = 10_000_000
 MORE_PAUSE_S = 0.1

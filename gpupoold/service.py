@@ -18,8 +18,7 @@ from gpupool_state import DATABASE_NAME, Database, History, StateLock
 from gpupoold import __version__
 from gpupoold.access.peers import AdminGroups
 from gpupoold.access.tls import check_files
-from gpupoold.admin.app import build_app
-from gpupoold.admin.guard import Door, Guard
+from gpupoold.admin.app import Door, Guard, build_app
 from gpupoold.api.paths import check_runtime_dir
 from gpupoold.config.file import check_gpus_found, read_config_file
 from gpupoold.config.fitting import fitted

@@ -14,7 +14,7 @@ from gpupool_cli.diagnostics import ExitCode, say
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import NOTHING, Column, columns
 from gpupool_cli.session import open_client
-from gpupoold.api.schemas_config import ChangeInfo, ConfigInfo, SettingInfo
+from gpupoold.api.schemas import ChangeInfo, ConfigInfo, SettingInfo
 from gpupoold.config.file import PlacedProblem, check_on_machine, check_text, parsed_file
 from gpupoold.config.fitting import fitted
 from gpupoold.config.keys import config_info

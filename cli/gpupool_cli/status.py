@@ -13,7 +13,6 @@ from gpupool_cli.output import columns, duration_text, size_text
 from gpupool_cli.session import open_client
 from gpupool_cli.workers import role_text
 from gpupoold import __version__
-from gpupoold.api.progress_text import amount_text
 from gpupoold.api.schemas import (
     AdditionInfo,
     DeviceInfo,
@@ -23,6 +22,7 @@ from gpupoold.api.schemas import (
     ModelUsage,
     Status,
 )
+from gpupoold.api.schemas_models import amount_text
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes, format_duration
 

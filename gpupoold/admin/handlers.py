@@ -27,27 +27,34 @@ from gpupoold.api.schemas import (
     BatchInfo,
     CachedModel,
     CacheInfo,
+    CancelledRequest,
+    ConfigInfo,
     DeviceInfo,
+    DiffInfo,
+    DiffRequest,
     ErrorBody,
     LogLine,
     MachineInfo,
     OperateRequest,
+    ReloadInfo,
     SetCachedRequest,
     SetDeviceRequest,
     SetHostingRequest,
     Status,
+    Unloaded,
     UsageInfo,
 )
 from gpupoold.api.schemas_access import (
     AddKeyRequest,
+    ChargeKeysRequest,
+    FleetReport,
     KeyInfo,
     NewKey,
     RotateKeyRequest,
+    SetFleetRequest,
     SetKeyRequest,
 )
-from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
-from gpupoold.api.schemas_fleet import ChargeKeysRequest, FleetReport, SetFleetRequest
 from gpupoold.api.schemas_models import (
     AddAdapterRequest,
     AddModelRequest,
@@ -56,7 +63,6 @@ from gpupoold.api.schemas_models import (
     Progress,
     SetModelRequest,
 )
-from gpupoold.api.schemas_top import CancelledRequest, Unloaded
 from gpupoold.api_keys import KeyFacts, KeyPowers
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.control.models.descriptions import model_info

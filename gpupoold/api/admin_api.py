@@ -21,28 +21,37 @@ from gpupoold.api.schemas import (
     BatchInfo,
     CachedModel,
     CacheInfo,
+    CancelledRequest,
+    ConfigInfo,
     DeviceInfo,
+    DiffInfo,
+    DiffRequest,
     LogLine,
     MachineInfo,
     OperateRequest,
     Ps,
+    ReloadInfo,
     RoleName,
     SetCachedRequest,
     SetDeviceRequest,
     SetHostingRequest,
     Status,
+    Top,
+    TurnInfo,
+    Unloaded,
     UsageInfo,
 )
 from gpupoold.api.schemas_access import (
     AddKeyRequest,
+    ChargeKeysRequest,
+    FleetReport,
     KeyInfo,
     NewKey,
     RotateKeyRequest,
+    SetFleetRequest,
     SetKeyRequest,
 )
-from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
-from gpupoold.api.schemas_fleet import ChargeKeysRequest, FleetReport, SetFleetRequest
 from gpupoold.api.schemas_models import (
     AddAdapterRequest,
     AddModelRequest,
@@ -51,7 +60,6 @@ from gpupoold.api.schemas_models import (
     Progress,
     SetModelRequest,
 )
-from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
 from gpupoold.domain import Event, RemoveMode, RequestRecord, Switch
 
 SwitchOrder = Literal["latest", "slowest"]

@@ -12,7 +12,9 @@ from gpupoold.domain import (
     DeviceActivity,
     DeviceFacts,
     DeviceUse,
+    Event,
     Folder,
+    LargestTransfer,
     MainCounts,
     MemoryUse,
     Percentiles,
@@ -26,6 +28,9 @@ MAX_DEVICES = 1024
 
 PaceText = Annotated[str, AfterValidator(checked_pace)]
 """The pace of streams."""
+
+Origin = Literal["file", "default", "machine"]
+EffectName = Literal["live", "loads", "restart"]
 
 
 class Body(BaseModel):
@@ -370,3 +375,132 @@ class SetCachedRequest(Body):
     """``PATCH /cache/{name}``."""
 
     is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TurnInfo:
+    """A finished turn; ids increase by one while the daemon runs.
+
+    ``began_at`` (wall-clock seconds) is the time when the model could run. ``switch_kind`` is the
+    largest kind of transfer during the preceding ``switch_s``: weights, KV, only mappings
+    (``pages``) or ``none``. A prefetch whose turn was cancelled is a turn of 0 s with ``did_run``
+    false.
+    """
+
+    id: int
+    device: int
+    model: str
+    began_at: float
+    seconds: float
+    num_tokens: int
+    switch_kind: LargestTransfer
+    switch_s: float
+    did_run: bool = True
+
+
+class TopModel(Body):
+    """A model's row: targets, memory, requests and devices.
+
+    ``devices`` have all weights of the model; ``fixed_devices`` were chosen by hand for its
+    engines.
+    """
+
+    usage: ModelUsage
+    ttft_s: float
+    tbt_s: float
+    is_pinned: bool
+    devices: list[int]
+    fixed_devices: list[int] = Field(default_factory=list)
+
+
+class Top(Running):
+    """Body of ``GET /top``: the state ``at`` one moment (wall-clock seconds).
+
+    ``requests`` are the oldest live requests up to the asked number; ``turns`` and ``events``
+    follow the given ids, the latest ones if there are more.
+    """
+
+    at: float
+    status: Status
+    models: list[TopModel]
+    turns: list[TurnInfo]
+    last_turn_id: int
+    events: list[Event]
+    last_event_id: int
+
+
+class Unloaded(Body):
+    """Bytes that ``DELETE /loaded/{name}`` freed on devices and in host memory."""
+
+    name: str
+    device_bytes: int
+    host_bytes: int
+
+
+class CancelledRequest(Body):
+    """What ``DELETE /requests/{id}`` ended: ``num_requests`` prompts or samples of one client's
+    request, of which ``request_id`` is the first.
+    """
+
+    request_id: str
+    model: str
+    num_output_tokens: int
+    num_requests: int = 1
+
+
+class SettingInfo(BaseModel):
+    """A key, its value as written in a file, and the value's origin.
+
+    ``value`` is None for a key that is not set or hidden. ``reason`` has the arithmetic of a value
+    that was worked out from the machine. ``effect`` says when a change applies:
+    ``live`` at once, ``loads`` for models loaded later, ``restart`` after a restart of gpupoold.
+    """
+
+    key: str
+    value: Any
+    is_hidden: bool
+    origin: Origin
+    effect: EffectName
+    reason: str = ""
+
+
+class ConfigInfo(BaseModel):
+    """A daemon's configuration; ``path`` is None without a file."""
+
+    path: str | None
+    settings: list[SettingInfo]
+
+
+class ChangeInfo(BaseModel):
+    """A changed key; ``before`` and ``after`` are None if not set or hidden."""
+
+    key: str
+    before: Any
+    after: Any
+    is_hidden: bool
+    effect: EffectName
+
+
+class DiffInfo(BaseModel):
+    """The changes that a file would make."""
+
+    path: str | None
+    changes: list[ChangeInfo]
+
+
+class DiffRequest(Body):
+    """The file to compare: its ``text``, or None for the daemon's own file.
+
+    ``name`` stands for the file in errors.
+    """
+
+    text: str | None = None
+    name: str = ""
+
+
+class ReloadInfo(BaseModel):
+    """The changes of a reload: those in effect, and those that wait for a restart."""
+
+    path: str | None
+    changed: list[ChangeInfo]
+    waiting: list[ChangeInfo]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from gpupoold.api.schemas_config import ChangeInfo, ConfigInfo, Origin, SettingInfo
+from gpupoold.api.schemas import ChangeInfo, ConfigInfo, Origin, SettingInfo
 from gpupoold.config.schema import Settings
 from gpupoold.config.values import Effect, Section, effect_of, is_hidden
 

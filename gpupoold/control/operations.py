@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from gpupool_state import History, HistoryLimits
-from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, ReloadInfo
+from gpupoold.api.schemas import ConfigInfo, DiffInfo, ReloadInfo
 from gpupoold.config.budgets import MODEL_CACHE
 from gpupoold.config.file import ConfigFile, parsed_file, read_config_file
 from gpupoold.config.fitting import Update, fitted, update_of

@@ -17,8 +17,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gpupoold.access.rate_use import RateUse
-from gpupoold.api.schemas_access import AddKeyRequest
-from gpupoold.api.schemas_fleet import FleetReport
+from gpupoold.api.schemas_access import AddKeyRequest, FleetReport
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import Failed
 from gpupoold.fleet.agent import Agent, AgentReport, Moment, Order

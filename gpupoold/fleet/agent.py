@@ -12,8 +12,7 @@ from typing import Literal
 
 from gpupoold.access.rate_use import RateUse
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas_access import AddKeyRequest
-from gpupoold.api.schemas_fleet import FleetReport
+from gpupoold.api.schemas_access import AddKeyRequest, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.errors import GpupoolError, NoSuchKey, NoSuchModel, Refused
 from gpupoold.fleet.routing import RateGrowth

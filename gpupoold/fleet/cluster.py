@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from gpupoold.api.schemas_fleet import FleetModel, FleetReport
+from gpupoold.api.schemas_access import FleetModel, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.domain import ModelState, Priority
 from gpupoold.errors import Failed, Refused

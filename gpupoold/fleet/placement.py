@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gpupoold.api.schemas_fleet import FleetModel
+from gpupoold.api.schemas_access import FleetModel
 from gpupoold.fleet.cluster import LEAST_LOAD, FleetSpec, Node, demand_of, shared
 from gpupoold.scheduling.pressure import HomeDevice, ModelDemand, pressure
 

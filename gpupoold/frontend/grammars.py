@@ -27,9 +27,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from gpupoold.system.process import as_words
-from gpupoold.wire.base import Message
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
+from gpupoold.wire.records import Message
 
 Outcome = Literal["accepted", "refused", "unknown"]
 CHECK_TIMEOUT_S = 60.0

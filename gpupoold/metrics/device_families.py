@@ -9,8 +9,7 @@ from gpupoold import __version__
 from gpupoold.control.accounting.meters import MOVED_KINDS, WEIGHTS_SOURCES
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import SWITCH_STAGES, Role
-from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each
-from gpupoold.metrics.scrape import Scrape, memories
+from gpupoold.metrics.families import Family, Scrape, counter, gauge, histogram, memories, one_each
 from gpupoold.stats.histogram import WORK_BOUNDS_S
 from gpupoold.system.nvml import Reading
 from gpupoold.wire.messages import WorkerReady, WorkerStatus

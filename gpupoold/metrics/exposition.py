@@ -17,9 +17,8 @@ from gpupool_state import ModelRow
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.domain import ModelState
 from gpupoold.metrics.device_families import daemon_families, device_families
-from gpupoold.metrics.families import Family, Numbers, gauge
+from gpupoold.metrics.families import Family, Numbers, Scrape, gauge, memories
 from gpupoold.metrics.model_families import model_families
-from gpupoold.metrics.scrape import Scrape, memories
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 

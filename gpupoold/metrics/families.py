@@ -1,12 +1,16 @@
-"""Metric families as plain data, and the conversion to the Prometheus client's objects.
+"""The data of one scrape, and metric families as plain data.
 
-Gathering is quick; the conversion takes ten times as long and can run in another thread. Pure.
+Gathering is quick; the conversion to the Prometheus client's objects takes ten times as long and
+can run in another thread.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,11 +21,20 @@ from prometheus_client.core import (
     Metric,
 )
 
+from gpupool_state import ModelRow
+from gpupoold.control.accounting.meters import DeviceMeter, ModelMeter
+from gpupoold.control.accounting.model_stats import Counts, ModelStats
+from gpupoold.control.control_plane import ControlPlane
+from gpupoold.control.workers.worker import Worker
+from gpupoold.errors import Failed
 from gpupoold.stats.histogram import LATENCY_BOUNDS_S, Histogram
+from gpupoold.wire.messages import DraftCounts, ModelMemory
 
 T = TypeVar("T")
 # The values of a sample's labels, and the sample's value; None leaves the sample out.
 Row = tuple[Sequence[str], float | None]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +122,106 @@ def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[st
         total += count
         found.append(("+Inf" if math.isinf(bound) else repr(bound), float(total)))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """The control plane and its models by name: counts, attainment of the last minute.
+
+    Requests of a preset or adapter count under its name, memory and states under its model's name.
+    An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
+    read. ``drafts`` has the models with speculative decoding, ``waiting`` the number of live
+    requests before their first step by model.
+    """
+
+    control_plane: ControlPlane
+    rows: dict[str, ModelRow]
+    counts: dict[str, Counts]
+    attainments: dict[str, float | None]
+    saved_bytes: int | None
+    drafts: dict[str, DraftCounts]
+    background_tokens: dict[str, int]
+    paced: dict[str, Histogram]
+    waiting: Counter[str]
+
+    @classmethod
+    async def of(cls, control_plane: ControlPlane, known: dict[str, ModelRow]) -> Scrape:
+        """Collect the data; drop counts of models that are no longer registered.
+
+        If the registry cannot be read, the models ``known`` from an earlier scrape are used,
+        because metrics matter most while a disk fails.
+        """
+        try:
+            rows = {str(row.spec.name): row for row in await control_plane.registry.list()}
+        except Failed as error:
+            _logger.warning("metrics of the models known before: %s", error)
+            rows = known
+        else:
+            control_plane.dispatcher.accounts.meters.forget_others(_names(rows))
+        try:
+            saved_bytes = await control_plane.saved.used_bytes()
+        except OSError as error:
+            _logger.warning("the folder of saved snapshots cannot be read: %s", error)
+            saved_bytes = None
+        now_s = time.monotonic()
+        stats = {
+            name: control_plane.dispatcher.accounts.stats.get(name, ModelStats())
+            for name in _names(rows)
+        }
+        return cls(
+            control_plane,
+            rows,
+            {name: one.so_far_with_latencies() for name, one in stats.items()},
+            {name: one.attainment_1m(now_s) for name, one in stats.items()},
+            saved_bytes,
+            {name: one.drafts for name, one in stats.items() if one.drafts.num_drafts},
+            {name: one.background_tokens for name, one in stats.items()},
+            {name: one.paced for name, one in stats.items() if len(one.paced)},
+            _waiting(control_plane, rows),
+        )
+
+    def models(self) -> Iterator[tuple[str, ModelMeter]]:
+        """Yield all models, presets and adapters by name, with meters."""
+        for name in self.names:
+            yield name, self.control_plane.dispatcher.accounts.meters.model(name)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all models, presets and adapters."""
+        return _names(self.rows)
+
+    @property
+    def workers(self) -> list[Worker]:
+        return self.control_plane.supervisor.workers
+
+    def devices(self) -> Iterator[tuple[str, Worker]]:
+        """Yield all workers by the number of their device."""
+        for worker in self.workers:
+            yield str(worker.number), worker
+
+    def meters(self) -> Iterator[tuple[str, DeviceMeter]]:
+        """Yield the meters of all devices by number."""
+        for number, worker in self.devices():
+            yield number, self.control_plane.dispatcher.accounts.meters.device(worker.number)
+
+
+def _names(rows: dict[str, ModelRow]) -> list[str]:
+    further = (one.name for row in rows.values() for one in row.spec.further)
+    return [*rows, *further]
+
+
+def _waiting(control_plane: ControlPlane, rows: dict[str, ModelRow]) -> Counter[str]:
+    """Return the number of live requests before their first step by model."""
+    live = control_plane.dispatcher.live
+    waiting = Counter({name: live.num_waiting(name) for name in rows})
+    for worker in control_plane.supervisor.workers:
+        for held in memories(worker):
+            waiting[held.model] += held.num_waiting
+    return waiting
+
+
+def memories(worker: Worker) -> list[ModelMemory]:
+    """Return the models' memory in a worker's latest report, an empty list while the worker is
+    down.
+    """
+    return worker.status.models if worker.status else []

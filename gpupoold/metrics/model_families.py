@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from gpupoold.control.requests.admission import REFUSAL_REASONS
 from gpupoold.domain import FinishReason, ModelState
-from gpupoold.metrics.families import Family, counter, gauge, histogram, one_each
-from gpupoold.metrics.scrape import Scrape, memories
+from gpupoold.metrics.families import Family, Scrape, counter, gauge, histogram, memories, one_each
 
 _MODEL = ("model",)
 

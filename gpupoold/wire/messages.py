@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpupoold.api_keys import KeyPowers
-from gpupoold.wire.base import Message as Message
 from gpupoold.wire.messages_worker import (
     AbortRequests as AbortRequests,
     AddRequest as AddRequest,
@@ -55,6 +54,7 @@ from gpupoold.wire.records import (
     KvTransfer as KvTransfer,
     LoadedModel as LoadedModel,
     LoadProgress as LoadProgress,
+    Message as Message,
     ModelMemory as ModelMemory,
     ModelToLoad as ModelToLoad,
     RequestProgress as RequestProgress,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from gpupoold.domain import DeviceActivity, DeviceFacts, Priority
 from gpupoold.latency.stored import Profile
-from gpupoold.wire.base import Message
 from gpupoold.wire.records import (
     DraftCounts,
     EngineMemory,
     KvTransfer,
     LoadedModel,
     LoadProgress,
+    Message,
     ModelMemory,
     ModelToLoad,
     RequestProgress,

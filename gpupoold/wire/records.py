@@ -1,4 +1,4 @@
-"""Parts of messages: models, requests, switches and memory.
+"""The base of messages, and their parts: models, requests, switches and memory.
 
 Instants that end in ``_s`` are ``time.monotonic()`` of this machine.
 """
@@ -200,3 +200,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     def preset(self) -> Preset | None:
         """The preset, if this row is a preset's."""
         return self.presets[0] if self.parent and self.presets else None
+
+
+class Message(msgspec.Struct, tag=True):
+    """Base of all messages; the class name is the tag on the wire."""

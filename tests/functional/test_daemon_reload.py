@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from benchmarks.private_daemon import PrivateDaemon
-from gpupoold.api.schemas_config import ReloadInfo
+from gpupoold.api.schemas import ReloadInfo
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.errors import ConfigError, Refused
 from tests.functional.daemon_tools import (

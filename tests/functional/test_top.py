@@ -9,8 +9,7 @@ import openai
 import pytest
 
 from benchmarks.private_daemon import PrivateDaemon
-from gpupoold.api.schemas import ModelUsage
-from gpupoold.api.schemas_top import Top
+from gpupoold.api.schemas import ModelUsage, Top
 from gpupoold.errors import NoSuchRequest, Refused
 from tests.functional.daemon_tools import Background, api_client, ask, cli, eventually, until, usage
 from tests.functional.terminal import Terminal

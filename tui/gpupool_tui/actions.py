@@ -8,9 +8,8 @@ from typing import NamedTuple
 from gpupool_tui.dialogs import DialogChoice
 from gpupool_tui.numbers import size
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas import DeviceInfo, RequestInfo
+from gpupoold.api.schemas import DeviceInfo, RequestInfo, TopModel
 from gpupoold.api.schemas_models import SetModelRequest
-from gpupoold.api.schemas_top import TopModel
 from gpupoold.domain import RemoveMode
 from gpupoold.units import format_duration
 

@@ -22,7 +22,7 @@ from gpupool_tui.palette import Palette, palette_of, plain_palette
 from gpupool_tui.picture import Picture
 from gpupool_tui.view import View
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas_top import Top
+from gpupoold.api.schemas import Top
 from gpupoold.errors import GpupoolError
 
 THEMES = {"dark": "textual-dark", "light": "textual-light", "terminal": "ansi-dark"}

@@ -10,10 +10,9 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.requests_panel import due
 from gpupool_tui.text import plain
 from gpupool_tui.view import View
-from gpupoold.api.schemas import DeviceInfo, GpuInfo, ModelUsage, RequestInfo
+from gpupoold.api.schemas import DeviceInfo, GpuInfo, ModelUsage, RequestInfo, TopModel
 from gpupoold.api.schemas_explain import DeviceTurns, Why
 from gpupoold.api.schemas_models import ModelInfo
-from gpupoold.api.schemas_top import TopModel
 from gpupoold.domain import Event
 from gpupoold.printable import clean
 

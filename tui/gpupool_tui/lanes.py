@@ -11,8 +11,7 @@ from typing import NamedTuple
 from gpupool_tui.glyphs import Glyphs
 from gpupool_tui.numbers import duration
 from gpupool_tui.text import Line, Span, cell_len, fit
-from gpupoold.api.schemas import DeviceInfo
-from gpupoold.api.schemas_top import TurnInfo
+from gpupoold.api.schemas import DeviceInfo, TurnInfo
 from gpupoold.printable import clean
 
 NUM_COLOURS = 8

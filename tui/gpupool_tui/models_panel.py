@@ -11,9 +11,8 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.table import TableColumn, figure, or_last, or_least
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
-from gpupoold.api.progress_text import amount_text
-from gpupoold.api.schemas import AdditionInfo
-from gpupoold.api.schemas_top import TopModel
+from gpupoold.api.schemas import AdditionInfo, TopModel
+from gpupoold.api.schemas_models import amount_text
 from gpupoold.printable import clean
 
 GOOD_ATTAINMENT = 0.9

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from gpupool_tui.lanes import Cell, LaneCells, Stretch, first_cell, stretches
-from gpupoold.api.schemas import DeviceInfo
-from gpupoold.api.schemas_top import Top, TurnInfo
+from gpupoold.api.schemas import DeviceInfo, Top, TurnInfo
 from gpupoold.domain import Event
 
 NUM_EVENTS = 1000

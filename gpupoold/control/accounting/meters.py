@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, get_args
 
 from gpupool_state import DeviceMinuteRow, History, UsageRow
-from gpupoold.api.schemas_top import TurnInfo
+from gpupoold.api.schemas import TurnInfo
 from gpupoold.control.live_requests import LiveRequest
 from gpupoold.domain import SWITCH_STAGES, FinishReason, LargestTransfer, UseCounts, WeightsSource
 from gpupoold.stats.histogram import Histogram

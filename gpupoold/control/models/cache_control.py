@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from gpupool_state import ModelRow
-from gpupoold.api.schemas import CachedModel, CacheInfo, SnapshotPlace
-from gpupoold.api.schemas_top import Unloaded
+from gpupoold.api.schemas import CachedModel, CacheInfo, SnapshotPlace, Unloaded
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.parts import ControlParts, ModelPart, check_own_model
 from gpupoold.control.weights.cache import HostMemoryBudget, SnapshotCache, SnapshotId

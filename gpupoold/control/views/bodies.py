@@ -15,8 +15,8 @@ from pydantic import BaseModel
 
 from gpupool_state import DeviceMinuteRow, MinuteRow, ModelRow, UsageRow
 from gpupoold.api.schemas import DeviceInfo, FrontendInfo, GpuInfo, LoadingInfo, UsageInfo, UseInfo
+from gpupoold.api.schemas_access import FleetModel
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
-from gpupoold.api.schemas_fleet import FleetModel
 from gpupoold.control.accounting.model_stats import MINUTE_S, Counts, ModelStats, counts_of
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.fleet.states import Engines

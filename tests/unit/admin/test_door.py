@@ -20,7 +20,7 @@ import uvicorn
 
 from gpupoold.access.names import NameService
 from gpupoold.access.peers import AdminGroups
-from gpupoold.admin.guard import Door, Guard, PeerProtocol
+from gpupoold.admin.app import Door, Guard, PeerProtocol
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpupoold.access.peers import AdminGroups, Peer
-from gpupoold.admin.guard import Guard
+from gpupoold.admin.app import Guard
 
 OWN = Peer(1, os.geteuid(), frozenset())
 STRANGER = Peer(2, 4_000_000, frozenset())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.api.progress_text import amount_text, speed_text, stage_text
-from gpupoold.api.schemas_models import Progress
+from gpupoold.api.schemas_models import Progress, amount_text, speed_text, stage_text
 
 GIB = 2**30
 

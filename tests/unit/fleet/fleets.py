@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpupoold.api.schemas_fleet import FleetModel, FleetReport
+from gpupoold.api.schemas_access import FleetModel, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.fleet.cluster import FleetSpec, Node
 

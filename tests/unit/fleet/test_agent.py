@@ -12,7 +12,7 @@ import pytest
 
 from gpupoold.access.rate_use import RateUse
 from gpupoold.api.client import AdminClient
-from gpupoold.api.schemas_fleet import FleetReport
+from gpupoold.api.schemas_access import FleetReport
 from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.errors import Failed, NoSuchModel, Refused
 from gpupoold.fleet.agent import Agent, Moment, Order

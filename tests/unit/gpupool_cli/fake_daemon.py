@@ -26,6 +26,7 @@ from gpupoold.api.schemas import (
     BatchInfo,
     CachedModel,
     CacheInfo,
+    ChangeInfo,
     DeviceInfo,
     ErrorBody,
     Ps,
@@ -33,12 +34,11 @@ from gpupoold.api.schemas import (
     SetCachedRequest,
     SetDeviceRequest,
     SetHostingRequest,
+    TurnInfo,
     UsageInfo,
 )
-from gpupoold.api.schemas_config import ChangeInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress, SetModelRequest
-from gpupoold.api.schemas_top import TurnInfo
 from gpupoold.domain import Event, RequestRecord, Switch
 from gpupoold.errors import (
     GpupoolError,

@@ -12,16 +12,22 @@ from pydantic_core import to_json
 
 from gpupoold.api.schemas import (
     BatchInfo,
+    CancelledRequest,
+    ConfigInfo,
+    DiffInfo,
+    DiffRequest,
     LogLine,
     MachineInfo,
     OperateRequest,
     Ps,
+    ReloadInfo,
     Status,
+    Top,
+    TurnInfo,
+    Unloaded,
     UsageInfo,
 )
-from gpupoold.api.schemas_config import ConfigInfo, DiffInfo, DiffRequest, ReloadInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
-from gpupoold.api.schemas_top import CancelledRequest, Top, TurnInfo, Unloaded
 from gpupoold.domain import Event, RequestRecord, Switch
 from gpupoold.errors import Failed, NoSuchModel, NoSuchRequest, Refused
 from tests.unit.gpupool_cli import samples

@@ -9,17 +9,20 @@ from typing import Any, Literal
 from gpupoold.api.schemas import (
     CachedModel,
     CacheInfo,
+    ConfigInfo,
     DeviceInfo,
+    EffectName,
     EngineInfo,
     MachineInfo,
     ModelUsage,
     Ps,
     RequestInfo,
+    SettingInfo,
     Status,
+    TopModel,
+    TurnInfo,
 )
-from gpupoold.api.schemas_config import ConfigInfo, EffectName, SettingInfo
 from gpupoold.api.schemas_models import ModelInfo
-from gpupoold.api.schemas_top import TopModel, TurnInfo
 from gpupoold.domain import Event, Folder, ModelName, Switch
 from gpupoold.latency.stored import StoredFit, StoredLatency
 

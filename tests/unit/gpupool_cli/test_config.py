@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.api.schemas_config import ChangeInfo, DiffRequest, EffectName
+from gpupoold.api.schemas import ChangeInfo, DiffRequest, EffectName
 from gpupoold.config import schema as config
 from gpupoold.config.fitting import fitted
 from gpupoold.config.schema import parse_settings

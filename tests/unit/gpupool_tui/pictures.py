@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gpupool_tui.picture import Picture
-from gpupoold.api.schemas import DeviceInfo, ModelUsage, RequestInfo
-from gpupoold.api.schemas_top import Top, TopModel, TurnInfo
+from gpupoold.api.schemas import DeviceInfo, ModelUsage, RequestInfo, Top, TopModel, TurnInfo
 from gpupoold.domain import Event, EventLevel
 from tests.unit.gpupool_cli import samples
 

@@ -9,8 +9,7 @@ from gpupool_tui.glyphs import ASCII
 from gpupool_tui.lanes import axis, colour_of, draw_lane
 from gpupool_tui.picture import Picture
 from gpupool_tui.text import plain, width_of
-from gpupoold.api.schemas import DeviceInfo
-from gpupoold.api.schemas_top import Top, TurnInfo
+from gpupoold.api.schemas import DeviceInfo, Top, TurnInfo
 from tests.unit.gpupool_tui.pictures import AT, device, top, turn
 
 IDLE = device(0, on_turn=None, quota_used_s=0.0)

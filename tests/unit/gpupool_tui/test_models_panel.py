@@ -8,7 +8,7 @@ from gpupool_tui.glyphs import UNICODE
 from gpupool_tui.models_panel import columns, pause_notes
 from gpupool_tui.text import Line
 from gpupool_tui.view import View
-from gpupoold.api.schemas_top import TopModel
+from gpupoold.api.schemas import TopModel
 from tests.unit.gpupool_tui.pictures import model, picture
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from gpupoold.api.schemas_top import TurnInfo
+from gpupoold.api.schemas import TurnInfo
 from gpupoold.control.accounting.meters import TurnLog, largest_transfer
 from gpupoold.wire import messages as m
 from tests.unit.wire.samples import SWITCH

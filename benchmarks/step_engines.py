@@ -39,8 +39,7 @@ from gpupoold.worker.device import open_device
 from gpupoold.worker.engine.cpu_build import adapt_cpu_build
 from gpupoold.worker.kv.prefix_tiers import PrefixTiers
 from gpupoold.worker.turns.loop import TurnLoop
-from gpupoold.worker.turns.model_loads import EngineLoader
-from gpupoold.worker.turns.models import WorkerDevice
+from gpupoold.worker.turns.models import EngineLoader, WorkerDevice
 from tests.functional.worker_peer import encode_request
 
 MAX_LEN = 1024

@@ -20,7 +20,7 @@ from gpupoold.memory.group.follower import FollowerMemory
 from gpupoold.memory.group.link import RankLost
 from gpupoold.memory.group.orders import OrderCount, run_files, run_orders
 from gpupoold.worker.device import open_device
-from gpupoold.worker.engine.process_groups import join_group, keep_generators
+from gpupoold.worker.engine.process_state import join_group, keep_generators
 from gpupoold.worker.ranks import Rank
 from gpupoold.worker.weights.tensors import over
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpupoold.errors import Refused
-from gpupoold.worker.heap import HEAP
+from gpupoold.worker.threads import HEAP
 
 if TYPE_CHECKING:
     from gpupoold.worker.engine.engine import ModelEngine

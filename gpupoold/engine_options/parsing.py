@@ -100,3 +100,12 @@ def _items(name: str, value: str) -> list[str]:
     if not words or any(word.startswith("-") for word in words):
         raise UsageError(f"the engine option {name!r} has a wrong item", "give a JSON list")
     return words
+
+
+def media_limits(given: Mapping[str, Any] | None, max_images: int) -> dict[str, Any]:
+    """Return vLLM's ``limit_mm_per_prompt`` from a model's option of that name.
+
+    ``max_images`` is the limit without the option. Audio and video are not served.
+    """
+    limits = {"image": max_images, "vision_chunk": max_images} | dict(given or {})
+    return limits | {"audio": 0, "video": 0}

@@ -35,8 +35,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
 
 from gpupoold.checkpoints.parsers import found_parsers
-from gpupoold.engine_options.media import media_limits
-from gpupoold.engine_options.parsing import default_arguments, parse_options
+from gpupoold.engine_options.parsing import default_arguments, media_limits, parse_options
 from gpupoold.frontend.answer_fields import completing, name_errors_of_streams
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked

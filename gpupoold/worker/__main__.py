@@ -203,13 +203,13 @@ def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
             from gpupoold.worker.engine.cpu_build import adapt_cpu_build
         adapt_cpu_build()
     else:
-        from gpupoold.worker import torch_threads
+        from gpupoold.worker.threads import manage_torch_threads, use_step_threads
 
         if not arguments.are_threads_set:
-            torch_threads.manage(arguments.compute_threads)
-        torch_threads.set_for_steps()
+            manage_torch_threads(arguments.compute_threads)
+        use_step_threads()
     if rank.num_ranks > 1:
-        from gpupoold.worker.engine.process_groups import join_group, keep_generators
+        from gpupoold.worker.engine.process_state import join_group, keep_generators
 
         may_spin = not arguments.are_cores_shared
         join_group(rank.store, rank.rank, rank.num_ranks, may_spin=may_spin)

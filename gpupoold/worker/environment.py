@@ -1,7 +1,8 @@
-"""Environment variables of vLLM and torch."""
+"""Environment variables of vLLM and torch, and the imports before the choice of a device."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -67,3 +68,10 @@ def engine_arguments(environment: Mapping[str, str] = os.environ) -> dict[str, A
     if not isinstance(arguments, dict):
         raise Failed(f"${ENGINE_ARGUMENTS} is not a JSON object", f"it is {text!r}")
     return arguments
+
+
+def preload(log_level: str) -> None:
+    """Import the engine; device, model and threads are chosen later."""
+    set_engine_environment(log_level)
+    for name in ("calls", "engine.emulated_worker", "engine.scheduler"):
+        importlib.import_module(f"gpupoold.worker.{name}")

@@ -25,10 +25,14 @@ from gpupoold.memory.group.link import Link, RankLost
 from gpupoold.memory.group.orders import OrderCount, run_files, run_orders
 from gpupoold.memory.pages import PagePool
 from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
-from gpupoold.worker.engine.process_groups import distributed_init_method, seed_sampling
-from gpupoold.worker.engine.process_state import drop_runner, start_load
-from gpupoold.worker.heap import HEAP
+from gpupoold.worker.engine.process_state import (
+    distributed_init_method,
+    drop_runner,
+    seed_sampling,
+    start_load,
+)
 from gpupoold.worker.ranks import Rank
+from gpupoold.worker.threads import HEAP
 from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.loading import WeightSource
 from gpupoold.worker.weights.rank_loads import (

@@ -32,7 +32,7 @@ from gpupoold.latency.shape import ModelShape, from_hf_config
 from gpupoold.latency.stored import Profile, StoredFit
 from gpupoold.memory.contracts import OutOfPages
 from gpupoold.wire.messages import RequestProgress
-from gpupoold.worker.engine.load_errors import failure
+from gpupoold.worker.engine.configuration import failure
 from gpupoold.worker.fitting import fit_decode, fit_prefill
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from scripts.vllm_seams.seam import Seam
 
-_ALL_REDUCE = "gpupoold/worker/engine/process_groups.py"
+_ALL_REDUCE = "gpupoold/worker/engine/process_state.py"
 _ENGINE = "gpupoold/worker/engine/engine.py"
 _SCHEDULER = "gpupoold/worker/engine/scheduler.py"
 _LEDGER = "gpupoold/worker/engine/block_demand.py"
@@ -305,7 +305,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
 _SOURCES: tuple[tuple[str, str], ...] = (
     # Ranks with different names use sockets instead of shared memory.
     (
-        "gpupoold/worker/engine/process_groups.py",
+        "gpupoold/worker/engine/process_state.py",
         "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator",
     ),
     # Captures without registered buffers, and what an all-reduce does between two captures.

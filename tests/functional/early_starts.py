@@ -26,9 +26,9 @@ from gpupoold.worker.device import open_device
 from gpupoold.worker.engine.cpu_build import adapt_cpu_build
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
-from gpupoold.worker.turn_thread import TurnThread, finish
-from gpupoold.worker.turns.early_start import first_self_check
-from gpupoold.worker.turns.model_loads import EngineLoader
+from gpupoold.worker.threads import TurnThread, finish
+from gpupoold.worker.turns.models import EngineLoader
+from gpupoold.worker.turns.self_check import first_self_check
 from tests.functional.worker_peer import encode_request
 
 _LINK_BYTES_PER_S = 200_000_000

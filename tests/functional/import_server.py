@@ -47,7 +47,7 @@ _MAY_DIFFER = (
 )
 # Of emulated devices alone, and of workers; in other processes these do no harm.
 _MAY_BE_ABSENT = ("GLIBC_TUNABLES", "OMP_NUM_THREADS")
-_PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.preload"]
+_PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.environment"]
 _LOG_LEVEL = "info"
 
 

@@ -28,8 +28,8 @@ from gpupoold.worker.engine.cpu_build import adapt_cpu_build
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
-from gpupoold.worker.turn_thread import TurnThread
-from gpupoold.worker.turns.model_loads import EngineLoader
+from gpupoold.worker.threads import TurnThread
+from gpupoold.worker.turns.models import EngineLoader
 from tests.functional.worker_peer import encode_request
 
 NAMES = ("here", "there")

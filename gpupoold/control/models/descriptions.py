@@ -12,7 +12,7 @@ from gpupoold.checkpoints.check import CheckpointInfo
 from gpupoold.checkpoints.parsers import FoundParsers
 from gpupoold.config.schema import Settings
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
-from gpupoold.engine_options.adapter_support import with_adapter_support
+from gpupoold.engine_options.names import with_adapter_support
 from gpupoold.latency.models import LatencyModel, SwitchModel
 from gpupoold.latency.stored import Profile, StoredFit, StoredLatency
 from gpupoold.wire import messages as m

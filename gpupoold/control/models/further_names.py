@@ -33,8 +33,8 @@ from gpupoold.control.models.parts import (
 )
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Adapter, Preset, RemoveMode
-from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
 from gpupoold.engine_options.defaults import SYSTEM_PROMPT
+from gpupoold.engine_options.names import check_num_adapters, options_for
 from gpupoold.errors import GpupoolError, NoSuchModel, UsageError
 from gpupoold.json_values import check_json_value
 

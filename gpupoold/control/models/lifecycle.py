@@ -35,8 +35,12 @@ from gpupoold.control.processes.supervised import Death
 from gpupoold.control.weights.cache import SnapshotCache, Space
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Adapter, ModelSpec, Preset, RemoveMode, Targets
-from gpupoold.engine_options.adapter_support import check_num_adapters, options_for
-from gpupoold.engine_options.names import check_options, engine_part
+from gpupoold.engine_options.names import (
+    check_num_adapters,
+    check_options,
+    engine_part,
+    options_for,
+)
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.wire.messages import GrammarRefused, WrongAnswer
 

@@ -17,8 +17,7 @@ from blake3 import blake3
 
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache, SnapshotId
 from gpupoold.control.weights.snapshot_files import FORMAT, SavedSnapshot, SnapshotFiles
-from gpupoold.engine_options.adapter_support import without_adapter_support
-from gpupoold.engine_options.names import engine_part
+from gpupoold.engine_options.names import engine_part, without_adapter_support
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.system.systemd import FdStore
 from gpupoold.units import format_bytes

@@ -1,22 +1,27 @@
-"""vLLM's configuration of a model's engine."""
+"""vLLM's configuration of an engine, and vLLM's reasons against a model in words for users."""
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from gpupoold.checkpoints.parsers import found_parsers
-from gpupoold.engine_options.media import media_limits
-from gpupoold.engine_options.parsing import engine_options
+from gpupoold.engine_options.parsing import engine_options, media_limits
+from gpupoold.errors import Failed, Refused
 from gpupoold.wire.messages import ModelToLoad
-from gpupoold.worker.engine.load_errors import check_kind
-from gpupoold.worker.engine.process_groups import parallel_arguments
+from gpupoold.worker.engine.process_state import parallel_arguments
 from gpupoold.worker.environment import engine_arguments
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
 
 # The fewest tokens that the CPU attention kernel accepts: small blocks waste less memory.
 _CPU_BLOCK_TOKENS = 32
@@ -33,6 +38,113 @@ _CAPTURES = (
     "speculative_config",
 )
 _WORKERS = {True: "emulated_worker.EmulatedWorker", False: "gpu_worker.CudaWorker"}
+
+_MAX_CHARACTERS = 600
+_MAX_LINES = 4
+_MAX_NAMES = 3
+_NAMES = re.compile(r"\W*'[^']*'(?:, '[^']*')*\W*")
+_WANTED_LENGTH = re.compile(r"max seq len \((\d+)\)")
+_POSSIBLE_LENGTH = re.compile(r"estimated maximum model length is (\d+)")
+# The text that pydantic adds to the message of a validator.
+_PYDANTIC = re.compile(
+    r"^\d+ validation errors? for \w+\s+(?:Value error, )?|\s*\[type=\w+,.*$", re.S
+)
+# Errors whose text is shown without the type. The text of a KeyError, for example, is only the key.
+_SPEAKING = (ValueError, RuntimeError, OSError)
+_LOGS = "see `gpupool logs` for the engine's full message"
+_OTHER_MODEL = "the weights and config.json are of different models; fetch the checkpoint again"
+_GONE = "restore the files of the checkpoint, or remove the model and add it again"
+_PLAIN = "use the model's unquantised checkpoint, or one in AWQ, GPTQ or FP8"
+_NO_KERNEL = "serve the model on a GPU, or use another quantised version"
+_LIST = "see vLLM's list of supported models"
+_NO_TRITON = "serve the model on a GPU; a model with states: without speculative decoding"
+
+
+# Known messages of vLLM, their rewording with the groups of the pattern as ``{0}``..., and a hint.
+_KNOWN = [
+    (re.compile(pattern, re.S), says, hint)
+    for pattern, says, hint in (
+        (
+            r"Model architectures \[(.+?)\] (?:are not supported|failed to be inspected)",
+            "the architecture {0} is not supported by vLLM",
+            _LIST,
+        ),
+        (
+            r"model type `(.+?)` but Transformers does not recognize",
+            "the model type '{0}' is not known to Transformers or vLLM",
+            _LIST,
+        ),
+        (
+            r"Unknown quantization method: (.+?)\. ",
+            "the quantisation '{0}' is not supported",
+            _PLAIN,
+        ),
+        (
+            r"(\S+) quantization is (?:currently )?not supported (?:in|on|for|by) ([\w ]+)",
+            "the quantisation '{0}' is not supported on this device ({1})",
+            _PLAIN,
+        ),
+        (
+            r"No (\w+) MoE backend supports|Unsupported (FP8) MoE backend: NONE",
+            "vLLM has no kernel of this device for quantised mixtures of experts ({0})",
+            _NO_KERNEL,
+        ),
+        (
+            r"static_scaled_fp8_quant\(\) expected at most 0",
+            "FP8 with one scale for each tensor cannot be computed by vLLM's CPU build",
+            "serve the model on a GPU, or use a version with one scale for each channel",
+        ),
+        (
+            r"Failed to find a kernel that can implement the (\w+) (?:linear )?layer",
+            "vLLM has no kernel of this device for {0} layers",
+            _NO_KERNEL,
+        ),
+        (
+            r"Cannot find any of (\[.+?\]) in the model's quantization config",
+            "the quantization_config in config.json lacks {0}",
+            "fetch the checkpoint again, or use another quantised version",
+        ),
+        (r"Cannot find any model weights with `(.+?)`", "there are no weights in {0}", _GONE),
+        (r"No such file or directory: [\"']?([^\"'\n]+)", "the file {0} is missing", _GONE),
+        (
+            r"weights were not initialized from checkpoint: \{(.+?)\}",
+            "the checkpoint lacks tensors: {0}",
+            _OTHER_MODEL,
+        ),
+        (
+            r"There is no module or parameter named '(.+?)' in (\w+)",
+            "{1} has no parameter for the checkpoint's tensor '{0}'",
+            _OTHER_MODEL,
+        ),
+        (
+            r"Attempted to load weight \((.+?)\) into parameter \((.+?)\)",
+            "a tensor of the checkpoint has the shape {0}, config.json requires {1}",
+            _OTHER_MODEL,
+        ),
+        (
+            r"User-specified max_model_len \((\d+)\) is greater than the derived "
+            r"max_model_len \(.*?=(\d+)",
+            "a context of {0} tokens exceeds the model's limit of {1}",
+            "add the model with a smaller --max-len",
+        ),
+        (
+            r"Unknown RoPE scaling type (\S+)",
+            "the rope_scaling type '{0}' in config.json is not supported",
+            "use a checkpoint with another type, or correct config.json",
+        ),
+        (
+            # A launch of a Triton kernel, for which vLLM's CPU build has a placeholder.
+            r"'function' object is not subscriptable",
+            "a step needs a Triton kernel that vLLM's CPU build lacks",
+            _NO_TRITON,
+        ),
+        (
+            r"Validation error for field '(.+?)':\s*(?:\w+Error: )?(.+)",
+            "config.json has an invalid value for '{0}': {1}",
+            "fetch config.json of the original model again",
+        ),
+    )
+]
 
 
 def engine_config(
@@ -109,3 +221,98 @@ def _cuda_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         return {"max_num_seqs": num_sequences}
     size = min(num_sequences, _MAX_CAPTURED_TOKENS)
     return {"max_num_seqs": num_sequences, "max_cudagraph_capture_size": size}
+
+
+def check_kind(model: str, architecture: str, kind: ModelConfig) -> None:
+    """Check that gpupool can serve a model of the class ``architecture``.
+
+    Raises:
+        Refused: the model neither generates text nor embeds, ranks or classifies text.
+    """
+    if kind.is_encoder_decoder:
+        raise Refused(
+            f"{model}: {architecture} is an encoder-decoder model, which is not supported",
+            "use a decoder-only model",
+        )
+    if kind.runner_type not in ("generate", "pooling"):
+        raise Refused(f"{model}: {architecture} neither generates nor pools text", _LIST)
+
+
+def refusal(model: str, error: BaseException) -> Refused:
+    """Return the error to show for a model whose engine could not be built."""
+    text = str(error)
+    if wanted := _WANTED_LENGTH.search(text):
+        return _too_long(model, int(wanted[1]), _POSSIBLE_LENGTH.search(text))
+    if "No available memory for the cache blocks" in text:
+        return Refused(
+            f"{model}: the weights leave no space for KV on the device",
+            "use a smaller dtype or a larger device",
+        )
+    if known := _known(text):
+        return Refused(f"{model}: {known[0]}", known[1])
+    reason = described(error)
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    if any("tokeniz" in file.rpartition("site-packages")[2] for file in files[-4:]):
+        return Refused(
+            f"{model}: the tokenizer cannot be loaded: {reason}",
+            "copy the tokenizer files of the original model into the folder",
+        )
+    if functions & {"weight_loader", "load_weights"}:
+        return Refused(f"{model}: the weights do not match config.json: {reason}", _OTHER_MODEL)
+    if "create_engine_config" in functions:
+        return Refused(f"{model}: config.json cannot be used: {reason}", _LOGS)
+    return Refused(f"{model}: vLLM cannot load the model: {reason}", _LOGS)
+
+
+def failure(model: str, when: str, error: BaseException) -> Failed:
+    """Return the error to show for a model that raised an error in a computation."""
+    says, hint = _known(str(error)) or (described(error), _LOGS)
+    return Failed(f"{model}: the engine failed {when}: {says}", hint)
+
+
+def _known(text: str) -> tuple[str, str] | None:
+    for pattern, says, hint in _KNOWN:
+        if found := pattern.search(text):
+            groups = (group for group in found.groups() if group is not None)
+            return says.format(*map(_some, groups)), hint
+    return None
+
+
+def _too_long(model: str, wanted: int, possible: re.Match[str] | None) -> Refused:
+    message = f"{model}: the KV of one request of {wanted} tokens does not fit beside the weights"
+    if possible is None:
+        return Refused(message, "use a smaller dtype or a larger device")
+    return Refused(
+        f"{message}; up to {possible[1]} tokens fit",
+        f"add the model with --max-len {possible[1]} or less, or use a larger device",
+    )
+
+
+def described(error: BaseException) -> str:
+    """Return an error's text, with the type if needed, and the place if the text is empty."""
+    text, name = _useful(str(error)), type(error).__name__
+    if text:
+        return text if isinstance(error, _SPEAKING) else f"{name}: {text}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return f"{name} without a message"
+    last = frames[-1]
+    file = last.filename.rpartition("/")[2]
+    return f"{name} in {last.name} ({file}, line {last.lineno}): {last.line or 'no source'}"
+
+
+def _some(text: str) -> str:
+    """Return the quoted names of a set or list, at most the first three; else the text."""
+    if not _NAMES.fullmatch(text):
+        return _useful(text)
+    names = re.findall(r"'([^']*)'", text)
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(sorted(names)[:_MAX_NAMES]) + more
+
+
+def _useful(text: str) -> str:
+    """Return the beginning of a message without pydantic's additions."""
+    lines = [line.strip() for line in _PYDANTIC.sub("", text).splitlines() if line.strip()]
+    useful = [line for line in lines if not line.startswith("For further information")]
+    return " ".join(useful[:_MAX_LINES])[:_MAX_CHARACTERS]

@@ -35,20 +35,24 @@ from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters, RankAdapters
 from gpupoold.worker.engine.block_demand import BlockPoolLedger, ComputedKv
-from gpupoold.worker.engine.configuration import engine_config
+from gpupoold.worker.engine.configuration import engine_config, refusal
 from gpupoold.worker.engine.grammars import use_engine_grammars
-from gpupoold.worker.engine.load_errors import refusal
 from gpupoold.worker.engine.pooled_memory import PooledMemory
 from gpupoold.worker.engine.prefixes import StoredPrefixes, shared_owner
-from gpupoold.worker.engine.process_groups import distributed_init_method, seed_sampling
-from gpupoold.worker.engine.process_state import drop_runner, start_load
+from gpupoold.worker.engine.process_state import (
+    distributed_init_method,
+    drop_runner,
+    seed_sampling,
+    start_load,
+)
 from gpupoold.worker.engine.resume import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
-from gpupoold.worker.heap import HEAP
-from gpupoold.worker.weights import snapshot_loader as snapshot_loader, tensors
+from gpupoold.worker.threads import HEAP
+from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.loading import ModelLoad, current_load
 from gpupoold.worker.weights.rank_loads import LeaderLoad
+from gpupoold.worker.weights.snapshots import SNAPSHOT_FORMAT
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -523,7 +527,7 @@ def _build_core(model: ModelToLoad, load: ModelLoad) -> EngineCore:
     config = engine_config(
         model,
         is_emulated=load.device.is_host_addressable,
-        load_format=snapshot_loader.LOAD_FORMAT if load.skips_checkpoint else None,
+        load_format=SNAPSHOT_FORMAT if load.skips_checkpoint else None,
         num_ranks=load.device.num_ranks,
     )
     scheduling = config.scheduler_config

@@ -12,10 +12,9 @@ from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu_worker import Worker
 
-from gpupoold.worker import torch_threads
 from gpupoold.worker.engine.pooled_memory import PooledMemory
-from gpupoold.worker.engine.process_groups import between_captures
-from gpupoold.worker.turn_thread import TurnThread
+from gpupoold.worker.engine.process_state import between_captures
+from gpupoold.worker.threads import TurnThread, use_step_threads
 from gpupoold.worker.weights.loading import current_load
 
 
@@ -29,7 +28,7 @@ class CudaWorker(PooledMemory, Worker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load, move the weights into the address range and make the weights resident."""
         super().load_model(load_dummy_weights=load_dummy_weights)
-        torch_threads.set_for_steps()
+        use_step_threads()
         current_load().bring_weights()
 
     def get_supported_kv_cache_layouts(self) -> list[str]:

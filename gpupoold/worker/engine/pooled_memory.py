@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -18,7 +17,7 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from gpupoold.worker.engine.layer_gates import LayerGates
-from gpupoold.worker.engine.process_groups import ensure_process_groups
+from gpupoold.worker.engine.process_state import ensure_process_groups, whole_model
 from gpupoold.worker.weights.loading import current_load
 
 MAX_ROWS = 128
@@ -92,16 +91,6 @@ class PooledMemory:
         if tag == "kv_cache":
             return current_load().kv_allocation()
         return contextlib.nullcontext()
-
-
-def whole_model(runner: Any) -> nn.Module:
-    """Return a runner's model, together with the drafter's model if there is one.
-
-    Modules that both share, such as embeddings, occur once in the result.
-    """
-    model: nn.Module = runner.get_model()
-    draft: nn.Module | None = runner.get_draft_model()
-    return model if draft is None else nn.ModuleList([model, draft])
 
 
 def bound_logprobs() -> None:

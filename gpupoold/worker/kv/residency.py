@@ -16,8 +16,7 @@ from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import Transfer, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
-from gpupoold.worker.kv.page_eviction import PageEviction, Use, spare_extents
-from gpupoold.worker.kv.weight_loads import WeightLoads
+from gpupoold.worker.kv.page_eviction import PageEviction, Use, WeightLoads, spare_extents
 
 if TYPE_CHECKING:
     from gpupoold.worker.engine.engine import ModelEngine

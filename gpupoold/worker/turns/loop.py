@@ -20,15 +20,19 @@ from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.engine import ModelEngine
-from gpupoold.worker.heap import HEAP
 from gpupoold.worker.kv.migrations import KvMigrations
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
-from gpupoold.worker.turn_thread import TurnThread
+from gpupoold.worker.threads import HEAP, TurnThread
 from gpupoold.worker.turns.ledger import Orders, RequestLedger, TurnRequests
-from gpupoold.worker.turns.load_queue import LoadEnd, LoadOrder, LoadQueue
-from gpupoold.worker.turns.model_loads import EngineLoader
-from gpupoold.worker.turns.models import DeviceModels, WorkerDevice
+from gpupoold.worker.turns.models import (
+    DeviceModels,
+    EngineLoader,
+    LoadEnd,
+    LoadOrder,
+    LoadQueue,
+    WorkerDevice,
+)
 from gpupoold.worker.turns.self_check import SelfChecks
 from gpupoold.worker.turns.steps import TurnSteps, may_come_between
 

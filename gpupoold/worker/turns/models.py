@@ -1,30 +1,243 @@
-"""The models of a worker: loads, replacements and snapshots, for the turn thread."""
+"""The models of a worker: loads beside the turns, one after the other, replacements, snapshots."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, TypeVar
 
-from gpupoold.errors import GpupoolError
+from gpupoold.errors import Failed, GpupoolError
+from gpupoold.latency.stored import Profile
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.pages import PagePool
+from gpupoold.memory.prefix_fetcher import PrefixFetcher
+from gpupoold.memory.transfers import DeviceThread
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire import messages as m
-from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.wire.messages import EngineMemory, LoadModel, LoadProgress
+from gpupoold.worker.device import DriverMemory
+from gpupoold.worker.engine.configuration import failure
+from gpupoold.worker.engine.engine import ModelEngine, load_engine
 from gpupoold.worker.kv.prefix_tiers import PrefixTiers
 from gpupoold.worker.kv.residency import Residency
+from gpupoold.worker.profiling import profile
+from gpupoold.worker.threads import HEAP, TurnThread
 from gpupoold.worker.turns.ledger import RequestLedger
-from gpupoold.worker.turns.load_queue import LoadCancelled, LoadEnd, LoadOrder
-from gpupoold.worker.turns.self_check import SelfChecks
-from gpupoold.worker.weights.rank_loads import LoadLinks
+from gpupoold.worker.turns.self_check import SelfChecks, first_self_check, is_same_answer
+from gpupoold.worker.weights.loading import ModelLoad, WeightSource, pages_for_torch
+from gpupoold.worker.weights.rank_loads import LeaderLoad, LoadLinks
 from gpupoold.worker.weights.snapshots import Snapshots
+
+_T = TypeVar("_T")
+
+
+class LoadStage(StrEnum):
+    """The stages of a load."""
+
+    BUILD = "builds the engine"
+    SELF_CHECK = "runs the self-check"
+    PROFILE = "times steps"
+
+
+class Loaded(NamedTuple):
+    """A loaded model, its self-check tokens, the problem with its snapshot, and its profile."""
+
+    engine: ModelEngine
+    self_check: tuple[int, ...]
+    snapshot_problem: str
+    profile: Profile | None = None
+
+
+@dataclass(eq=False)
+class EngineLoader:
+    """Loads models onto one device, for one thread.
+
+    ``turns`` is the thread that steps the device's engines. ``current`` returns the model of the
+    present turn, if any, whose pages are left alone where possible. ``links`` lead to the other
+    ranks of the device's group; ``prefixes`` keeps KV.
+    """
+
+    device: Device
+    host: KvHostCache
+    residency: Residency
+    turns: TurnThread
+    current: Callable[[], str | None] = lambda: None
+    links: LoadLinks | None = None
+    prefixes: PrefixFetcher | None = None
+    stage: LoadStage = field(default=LoadStage.BUILD, init=False)
+    """The stage of the present load."""
+    _check: Callable[[], None] = field(default=lambda: None, init=False)
+
+    def load(
+        self,
+        message: LoadModel,
+        snapshot: HostBuffer | None,
+        name: str,
+        check: Callable[[], None] = lambda: None,
+    ) -> Loaded:
+        """Load a model and add its engine as ``name`` to the residency; take ``snapshot`` over.
+
+        Everything that steps the engine, or changes pages, runs on the turn thread in slices.
+
+        ``check`` is called often, and may end the load by an error. With a snapshot the checkpoint
+        is not read, unless the snapshot has another layout or the
+        model fails its self-check with the snapshot.
+
+        Raises:
+            GpupoolError: the checkpoint cannot be served here.
+            OSError: there is no host memory for a snapshot.
+        """
+        self._check = check
+        loaded = self._load(message, snapshot, name)
+        engine, budget_s = loaded.engine, message.profiling_budget_s
+        self.stage = LoadStage.PROFILE
+        run = profile(
+            engine,
+            self.residency,
+            budget_s,
+            message.model.path,
+            slice_limit_s=self.turns.slice_limit_s,
+        )
+        try:
+            measured = self._in_slices(run, ThreadPhase.PROFILE, engine)
+        except BaseException:
+            self._give_up(engine)
+            raise
+        return loaded._replace(profile=measured)
+
+    def _load(self, message: LoadModel, snapshot: HostBuffer | None, name: str) -> Loaded:
+        if snapshot is None:
+            return self._from_checkpoint(message, None, "", name)
+        spare = os.dup(snapshot.fd)  # a failed load closes the snapshot
+        try:
+            engine = self._build(message, snapshot, name, skips_checkpoint=True)
+            self_check = self._try(engine)
+            generates = engine.info.generates
+            if not message.self_check or is_same_answer(
+                message.self_check, self_check, generates=generates
+            ):
+                os.close(spare)
+                return Loaded(engine, self_check, "")
+        except GpupoolError as error:
+            problem = f"not loaded from its snapshot: {error.message}"
+            _logger.warning("%s: %s", message.model.name, problem)
+            kept = HostBuffer(spare, snapshot.num_bytes)
+            return self._from_checkpoint(message, kept, problem, name)
+        except BaseException:
+            os.close(spare)
+            raise
+        os.close(spare)
+        self._give_up(engine)
+        problem = (
+            f"with its snapshot the model answers {list(self_check)} "
+            f"instead of {list(message.self_check)}"
+        )
+        _logger.error("%s: %s", message.model.name, problem)
+        return self._from_checkpoint(message, None, problem, name)
+
+    def _from_checkpoint(
+        self, message: LoadModel, snapshot: HostBuffer | None, problem: str, name: str
+    ) -> Loaded:
+        engine = self._build(message, snapshot, name, skips_checkpoint=False)
+        return Loaded(engine, self._try(engine), problem)
+
+    def _build(
+        self, message: LoadModel, snapshot: HostBuffer | None, name: str, *, skips_checkpoint: bool
+    ) -> ModelEngine:
+        model = message.model
+        self.stage = LoadStage.BUILD
+        try:
+            snapshot_bytes = snapshot.num_bytes if snapshot and skips_checkpoint else 0
+            num_released = pages_for_torch(model, self.device, snapshot_bytes)
+            if not self.device.is_host_addressable:
+                self.turns.call(HEAP.collect)  # closed engines may hold torch's memory
+        except BaseException:
+            if snapshot is not None:
+                snapshot.close()
+            raise
+        new_load: Callable[..., ModelLoad] = ModelLoad
+        if self.links is not None:
+            new_load = functools.partial(LeaderLoad, links=self.links)
+        load = new_load(
+            model.name,
+            self.device,
+            self.residency.pool,
+            WeightSource(snapshot, message.layout_digest, skips_checkpoint),
+            num_released,
+            make_room=self.residency.free_pages,
+            turns=self.turns,
+        )
+        engine = load_engine(
+            model,
+            load,
+            self.host,
+            name,
+            self.prefixes,
+            # A snapshot that could not be used may be of other files than the checkpoint's.
+            message.kv_identity if snapshot is None or skips_checkpoint else "",
+        )
+        self.turns.call(self.residency.add, engine)
+        return engine
+
+    def _try(self, engine: ModelEngine) -> tuple[int, ...]:
+        """Run the self-check; unload the model if the self-check fails with an error."""
+        self.stage = LoadStage.SELF_CHECK
+        try:
+            return self._in_slices(self._checked(engine), ThreadPhase.SELF_CHECK, engine)
+        except Exception as error:
+            self._give_up(engine)
+            if isinstance(error, GpupoolError):
+                raise
+            raise failure(engine.info.name, "in its self-check", error) from error
+
+    def _checked(self, engine: ModelEngine) -> Generator[None, None, tuple[int, ...]]:
+        """Bring the weights onto the device beside the turns, then run the self-check."""
+        while self.residency.load_piece(engine.name, self.current()):
+            yield
+        self_check = yield from first_self_check(engine, self.residency, self.device)
+        engine.kv.unmap(engine.kv.free_extents())
+        return self_check
+
+    def _in_slices(
+        self, slices: Generator[None, None, _T], phase: ThreadPhase, engine: ModelEngine
+    ) -> _T:
+        def checked() -> Generator[None, None, _T]:
+            while True:
+                self._check()
+                try:
+                    next(slices)
+                except StopIteration as end:
+                    result: _T = end.value
+                    return result
+                yield
+
+        return self.turns.run_slices(checked(), phase, engine.info.name)
+
+    def _give_up(self, engine: ModelEngine) -> None:
+        self.turns.call(self._close, engine)
+
+    def _close(self, engine: ModelEngine) -> None:
+        self.residency.remove(engine.name)
+        engine.close()
+
 
 # The end of the name of an engine that is built beside the model's present engine.
 _NEW = "~new"
 
 Send = Callable[[m.FromWorker, tuple[int, ...]], None]
 """Sends a message with descriptors to the daemon."""
+
+_logger = logging.getLogger(__name__)
+
+LoadEnd = Loaded | GpupoolError | OSError
+"""The result of a load, or the reason of its failure."""
 
 
 @dataclass(frozen=True)
@@ -146,3 +359,132 @@ def _failure(name: str, error: Exception) -> m.ModelFailed:
     if isinstance(error, GpupoolError):
         return m.ModelFailed(name, error.code, error.message, error.hint)
     return m.ModelFailed(name, "failed", f"{name}: {error}", "free host memory and try again")
+
+
+class LoadCancelled(Failed):
+    """The model was unloaded while being loaded."""
+
+
+@dataclass(eq=False, slots=True)
+class LoadOrder:
+    """An order to load; ``snapshot_fd`` is -1 without a snapshot.
+
+    ``memory`` is the memory outside the pages that the load has taken.
+    """
+
+    message: LoadModel
+    snapshot_fd: int
+    engine_name: str = ""
+    began_s: float | None = None
+    memory: EngineMemory = field(default_factory=EngineMemory)
+    is_cancelled: bool = False
+    on_end: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.message.model.name
+
+    def check(self) -> None:
+        """Raise LoadCancelled if the load has been cancelled."""
+        if self.is_cancelled:
+            raise LoadCancelled(f"{self.model} was unloaded while being loaded")
+
+    def take_snapshot(self, num_ranks: int) -> HostBuffer | None:
+        """Return the mapped part of rank 0 of the snapshot, if any, owned by the caller."""
+        fd, self.snapshot_fd = self.snapshot_fd, -1
+        return None if fd < 0 else HostBuffer(fd, os.fstat(fd).st_size // num_ranks)
+
+
+@dataclass(eq=False)
+class LoadQueue:
+    """The orders to load, in order of arrival; the turn thread calls all methods.
+
+    ``begin`` prepares a load and returns the name of the engine; ``end`` takes the result. Both run
+    on the turn thread between two steps.
+    """
+
+    loader: EngineLoader
+    turns: TurnThread
+    device: Device
+    driver_memory: DriverMemory
+    begin: Callable[[LoadOrder], str]
+    end: Callable[[LoadOrder, LoadEnd], None]
+    _orders: list[LoadOrder] = field(default_factory=list, init=False)
+    """The first is being carried out."""
+
+    def __post_init__(self) -> None:
+        self._thread = DeviceThread(self.device, "loads")
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a load is under way or waits."""
+        return bool(self._orders)
+
+    def add(self, message: LoadModel, snapshot_fd: int) -> None:
+        """Load a model after the loads ordered before."""
+        order = LoadOrder(message, snapshot_fd)
+        self._orders.append(order)
+        self._thread.submit(self._run, order)
+
+    def cancel(self, model: str, on_end: Callable[[], None]) -> None:
+        """Cancel all loads of a model; call ``on_end`` when none is under way."""
+        orders = [order for order in self._orders if order.model == model]
+        for order in orders:
+            order.is_cancelled = True
+        if orders:
+            orders[-1].on_end.append(on_end)
+        else:
+            on_end()
+
+    def progress(self, *, is_waited_for: bool = False) -> LoadProgress | None:
+        """Return the state of the present load, if there is one.
+
+        ``is_waited_for``: the present turn cannot begin, because the load has the pages.
+        """
+        if not self._orders or self._orders[0].began_s is None:
+            return None
+        order, num_waiting = self._orders[0], len(self._orders) - 1
+        stage, is_held = self.loader.stage.value, self.turns.is_held or is_waited_for
+        return LoadProgress(order.model, order.began_s or 0.0, stage, num_waiting, is_held)
+
+    def _run(self, order: LoadOrder) -> None:
+        with WORKER.beside(ThreadPhase.LOAD, order.model):
+            try:
+                end = self._load(order)
+            except BaseException as error:
+                _logger.exception("loading %s failed", order.model)
+                self.turns.fail(error)
+                threading.Event().wait()  # the process ends, while the activity page names the load
+                raise
+        self.turns.call(self._finish, order, end)
+
+    def _load(self, order: LoadOrder) -> LoadEnd:
+        try:
+            self.turns.call(self._start, order)
+            before = self.driver_memory.outside_pages()
+            loaded = self.loader.load(
+                order.message,
+                order.take_snapshot(self.device.num_ranks),
+                order.engine_name,
+                order.check,
+            )
+            order.memory = self.driver_memory.taken_since(before)
+            return loaded
+        except (GpupoolError, OSError) as error:
+            if not order.is_cancelled:
+                _logger.exception("loading %s failed", order.model)
+            return error
+
+    def _start(self, order: LoadOrder) -> None:
+        order.began_s = time.monotonic()
+        order.check()
+        order.engine_name = self.begin(order)
+
+    def _finish(self, order: LoadOrder, end: LoadEnd) -> None:
+        self._orders.remove(order)
+        if order.snapshot_fd >= 0:
+            os.close(order.snapshot_fd)
+        self.end(order, end)
+        for then in order.on_end:
+            then()

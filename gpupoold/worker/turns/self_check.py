@@ -1,18 +1,35 @@
 """The self-check: a fixed prompt whose greedy answer shows whether weights have changed.
 
 A pooling model answers with a sample of the numbers of its result, in millionths.
+
+The self-check of a new engine decides about *early starts*: turns that begin before all weights of
+the model are present. At a load on a device with a link, the order of the model's attention layers
+is recorded in the self-check. Gates in this order are then checked: the self-check is repeated
+without some of the weights, which come back at the gates. Only a model with the right answers
+starts early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, NamedTuple
+import contextlib
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+from vllm.model_executor.layers.linear import RowParallelLinear
 
 from gpupoold.errors import Failed
+from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, OutOfPages
+from gpupoold.memory.transfers import BATCH_BYTES
+from gpupoold.memory.weights import WeightMemory
 from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.worker.engine.layer_gates import LayerGates, plan_gates, recorded_calls
 from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.kv.residency import Residency
-from gpupoold.worker.turn_thread import finish
+from gpupoold.worker.threads import finish
 
 # The request's name seeds the prompt, so all workers use the same prompt.
 _SELF_CHECK = "self-check"
@@ -24,6 +41,13 @@ _MAX_STEPS = 64
 _NUM_SAMPLES = 64
 _MAX_DEVIATION = 0.02
 _MAX_MILLIONTHS = 10**15
+
+_logger = logging.getLogger(__name__)
+
+# Weights are copied in batches: fewer bytes cannot arrive beside a step.
+_MIN_LATE_BYTES = BATCH_BYTES
+# Duration of the copies in a slice of the check, while other models' steps wait.
+_COPY_S = 0.02
 
 if TYPE_CHECKING:
     import torch
@@ -141,3 +165,163 @@ class SelfChecks:
         if is_same_answer(expected, answered, generates=engine.info.generates):
             return None
         return SelfCheckFailed(expected, answered)
+
+
+def first_self_check(
+    engine: ModelEngine, residency: Residency, device: Device
+) -> Generator[None, None, tuple[int, ...]]:
+    """Return the answer of a new engine's self-check; let the model start early if possible.
+
+    A slice has one step. Raises as ``run_self_check``.
+    """
+    if not device.has_link:
+        return (yield from run_self_check(engine, residency))
+    with recorded_calls(engine.runner.compilation_config) as called:
+        answer = yield from run_self_check(engine, residency)
+    if (gates := _gates_of(engine, called)) is not None:
+        yield from _allow_early_start(engine, residency, device, gates, answer)
+    return answer
+
+
+def _allow_early_start(
+    engine: ModelEngine,
+    residency: Residency,
+    device: Device,
+    gates: LayerGates,
+    expected: tuple[int, ...],
+) -> Generator[None, None, None]:
+    """Let turns of a model start early, if the model answers right with gates."""
+    engine.worker.gates = gates
+    limit_bytes = max(1, int(residency.loads.bandwidth_bytes_per_s * _COPY_S))
+    ends = [gate.num_bytes for gate in gates.gates]
+    stream = device.open_copy_stream(Direction.IN)
+    overwrite = partial(engine.overwrite_weights, device)
+    try:
+        for span in _windows([engine.layer_ends[0], *ends], limit_bytes):
+            missing = MissingWeights(engine.weights, stream, overwrite, span)
+            if not (yield from _is_right(engine, residency, gates, missing, expected)):
+                _logger.warning(
+                    "%s: steps begin with all weights present, because a step reads weights of a "
+                    "layer before the layers in front have run",
+                    engine.info.name,
+                )
+                engine.worker.gates = None
+                return
+    finally:
+        stream.close()
+    engine.weights.start_bytes = engine.layer_ends[0]
+
+
+def _gates_of(engine: ModelEngine, called: Sequence[str]) -> LayerGates | None:
+    """Return the gates of a model, None if steps cannot begin early."""
+    runner, weights = engine.runner, engine.weights
+    config = runner.vllm_config
+    if config.model_config.is_encoder_decoder:
+        return None
+    # A drafter runs after the model, with layers of its own. Slots of adapters follow the weights.
+    if runner.get_draft_model() is not None or weights.own_bytes:
+        return None
+    layers = runner.compilation_config.static_forward_context
+    if config.parallel_config.world_size > 1 and not _all_meet(engine, called):
+        return None
+    calls = [(name, engine.layers.index_of(_module_name(engine, layers[name]))) for name in called]
+    gates = plan_gates(calls, engine.layer_ends, weights.num_bytes)
+    if not gates or weights.num_bytes - engine.layer_ends[0] < _MIN_LATE_BYTES:
+        return None
+    return LayerGates(engine.info.name, gates, weights, runner.compilation_config)
+
+
+def _module_name(engine: ModelEngine, layer: Any) -> str:
+    model: nn.Module = engine.runner.get_model()
+    return next((name for name, module in model.named_modules() if module is layer), "")
+
+
+def _all_meet(engine: ModelEngine, called: Sequence[str]) -> bool:
+    """Return whether the ranks of a group meet after each attention layer.
+
+    Only the leader has gates, at which all ranks' weights are waited for. Where the projection of
+    an attention layer's output adds the parts of all ranks, no other rank can go on to the next
+    decoder layer before the leader has passed the gate.
+    """
+    model: nn.Module = engine.runner.get_model()
+    layers = engine.runner.compilation_config.static_forward_context
+    for name in called:
+        parent = _module_name(engine, layers[name]).rpartition(".")[0]
+        # A mixer with a state has its projection inside, attention has its projection beside.
+        near = (*layers[name].children(), *model.get_submodule(parent).children())
+        projections = [module for module in near if isinstance(module, RowParallelLinear)]
+        if not any(
+            projection.reduce_results and projection.tp_size > 1 for projection in projections
+        ):
+            return False
+    return True
+
+
+@dataclass(eq=False)
+class MissingWeights:
+    """Weights whose bytes are overwritten, and restored from the snapshot when waited for."""
+
+    weights: WeightMemory
+    stream: CopyStream
+    overwrite: Callable[[range], None]
+    span: range
+
+    def __post_init__(self) -> None:
+        self._next, self._after = self.span.stop, 0
+
+    @contextlib.contextmanager
+    def removed(self) -> Iterator[None]:
+        """Overwrite the bytes on all ranks; all are restored at the end of the context."""
+        self.overwrite(self.span)
+        self._after = self.stream.fence()
+        self._next = self.span.start
+        try:
+            yield
+        finally:
+            self.wait_for(self.span.stop)
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Restore the bytes before ``num_bytes``."""
+        count = min(num_bytes, self.span.stop) - self._next
+        if count > 0:
+            weights, first = self.weights, self._next
+            copy = Copy(weights.address + first, weights.snapshot.address + first, count)
+            # After the fence only, because the step is under way on the other ranks.
+            self.stream.wait(self.stream.begin([copy], self._after))
+            self._next += count
+
+
+def _windows(ends: Sequence[int], limit_bytes: int) -> Iterator[range]:
+    """Cut the bytes from the first to the last of ``ends`` at ``ends``.
+
+    Ranges are as long as possible within ``limit_bytes``, or go to the next end.
+    """
+    start, stop = ends[0], ends[0]
+    for end in ends[1:]:
+        if end - start > limit_bytes and stop > start:
+            yield range(start, stop)
+            start = stop
+        stop = end
+    if stop > start:
+        yield range(start, stop)
+
+
+def _is_right(
+    engine: ModelEngine,
+    residency: Residency,
+    gates: LayerGates,
+    missing: MissingWeights,
+    expected: tuple[int, ...],
+) -> Generator[None, None, bool]:
+    """Return whether the first token is right although weights are missing until their gates."""
+
+    def step() -> list[Step]:
+        with missing.removed(), gates.arriving(missing):
+            return engine.whole_steps()
+
+    generates = engine.info.generates
+    try:
+        answered = yield from run_self_check(engine, residency, num_tokens=1, step=step)
+    except (NoAnswer, OutOfPages):
+        return False
+    return is_same_answer(expected[:1] if generates else expected, answered, generates=generates)

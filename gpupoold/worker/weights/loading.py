@@ -1,4 +1,4 @@
-"""Memory of a model that is being loaded: address ranges for weights and KV.
+"""Memory of a model that is being loaded: address ranges for weights and KV, and torch's memory.
 
 vLLM creates its worker itself, so the worker finds the present load in this module. Loads never
 overlap, because one thread makes all loads of a process. Pages are changed by the turn thread only.
@@ -7,11 +7,19 @@ overlap, because one thread makes all loads of a process. Pages are changed by t
 from __future__ import annotations
 
 import contextlib
+import gc
+import traceback
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from torch.overrides import TorchFunctionMode
 
+from gpupoold.checkpoints.adapter_check import estimate_slot_bytes
+from gpupoold.checkpoints.check import check_checkpoint
+from gpupoold.checkpoints.fit import estimate_weight_bytes, model_dtype_bits
+from gpupoold.engine_options.names import max_rank, num_slots
 from gpupoold.errors import Refused, ServerError
 from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Device, PageRun
@@ -21,24 +29,24 @@ from gpupoold.memory.numa import prefer_node
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.units import format_bytes
-from gpupoold.worker.turn_thread import TurnThread
+from gpupoold.wire.messages import ModelToLoad
+from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.relocation import (
+from gpupoold.worker.weights.tensors import (
     WeightLayout,
     copy_out,
     plan_layout,
     plan_slots,
     relocate,
 )
-from gpupoold.worker.weights.torch_release import TorchRelease
-
-if TYPE_CHECKING:
-    import torch
 
 # Bytes that the turn thread copies between two steps.
 _PIECE_BYTES = 32 << 20
 
 _current: list[ModelLoad] = []
+
+# Memory beyond the weights, besides the device's ``load_slack_bytes``.
+_SLACK_SHARE = 0.1
 
 
 def current_load() -> ModelLoad:
@@ -292,10 +300,88 @@ class _KvAllocation(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        import torch
-
         options = kwargs or {}
         is_buffer = func is torch.zeros and options.get("dtype") is torch.int8
         if is_buffer and len(args) == 1 and isinstance(args[0], int):
             return self._load.make_kv(args[0])
         return func(*args, **options)
+
+
+def pages_for_torch(model: ModelToLoad, device: Device, snapshot_bytes: int = 0) -> int:
+    """Return the pages to release to torch for loading ``model``.
+
+    ``snapshot_bytes`` are the bytes of the weights where the load does not read the checkpoint.
+    """
+    path = Path(model.path)
+    weight_bytes = snapshot_bytes or _estimate_bytes(model, path)
+    if num := num_slots(model.engine):
+        bits = model_dtype_bits(model.dtype)
+        weight_bytes += estimate_slot_bytes(path, max_rank(model.engine), num, bits)
+    num_bytes = int(weight_bytes * (1 + _SLACK_SHARE)) + device.load_slack_bytes
+    return min(device.num_pages, -(-num_bytes // device.page_bytes))
+
+
+def _estimate_bytes(model: ModelToLoad, path: Path) -> int:
+    info = check_checkpoint(path, allow_pickle=True, allow_remote_code=model.allow_remote_code)
+    return estimate_weight_bytes(info, model.dtype, model.engine)
+
+
+class TorchRelease:
+    """Pages released to torch; ``reclaim`` reclaims the pages and may be called at any time.
+
+    vLLM builds a model in torch's memory before its weights move into gpupool's pages. On a GPU all
+    memory except a small reserve is pages, so the pages needed for the weights are released to
+    torch during the load and reclaimed afterwards. On an emulated device torch uses host memory,
+    but a load takes as many pages from the models as on a GPU.
+    """
+
+    def __init__(self, device: Device, pool: PagePool) -> None:
+        self._device = device
+        self._pool = pool
+        self._runs: list[PageRun] = []
+
+    @property
+    def has_pages(self) -> bool:
+        """True if torch has pages."""
+        return bool(self._runs)
+
+    def release(self, num_pages: int) -> None:
+        """Release ``num_pages`` to torch, or all free pages if fewer."""
+        assert not self._runs, "the pages released before have not been reclaimed"
+        runs = self._pool.allocate(min(num_pages, self._pool.num_free))
+        self._device.release_memory(runs)
+        self._runs = runs
+
+    def drop_garbage(self, failure: BaseException | None = None) -> None:
+        """Free the garbage of the load in torch's memory, before ``reclaim``.
+
+        The frames of ``failure`` keep a failed load's tensors alive and are cleared.
+        """
+        if failure is not None:
+            _clear_frames(failure)
+        gc.collect()  # without the objects from before the load, which are frozen
+        torch.cuda.empty_cache()
+
+    def reclaim(self) -> None:
+        """Reclaim the pages.
+
+        Raises:
+            CudaError: torch still has the memory; the worker should be restarted.
+        """
+        if not self._runs:
+            return
+        self._device.reclaim(self._runs)
+        self._pool.free(self._runs)
+        self._runs = []
+
+
+def _clear_frames(error: BaseException) -> None:
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        current = waiting.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        waiting += [current.__cause__, current.__context__]

@@ -25,9 +25,9 @@ from gpupoold.memory.host import HostBuffer, touch_pages
 from gpupoold.memory.memfd import create_memfd
 from gpupoold.memory.numa import prefer_node
 from gpupoold.worker.ranks import Rank
-from gpupoold.worker.turn_thread import TurnThread
+from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.weights.loading import ModelLoad
-from gpupoold.worker.weights.relocation import WeightLayout
+from gpupoold.worker.weights.tensors import WeightLayout
 
 if TYPE_CHECKING:
     import torch

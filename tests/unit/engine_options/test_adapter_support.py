@@ -6,16 +6,16 @@ from typing import get_args
 
 import pytest
 
-from gpupoold.engine_options.adapter_support import (
+from gpupoold.engine_options.names import (
     RANKS,
     check_num_adapters,
+    check_options,
     max_rank,
     num_slots,
     options_for,
     with_adapter_support,
     without_adapter_support,
 )
-from gpupoold.engine_options.names import check_options
 from gpupoold.errors import Refused
 
 

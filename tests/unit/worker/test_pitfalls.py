@@ -25,7 +25,7 @@ from gpupoold.memory.transfers import TransferQueue  # noqa: E402
 from gpupoold.memory.weights import WeightMemory  # noqa: E402
 from gpupoold.wire.messages import RunTurn  # noqa: E402
 from gpupoold.worker.turns.ledger import Orders  # noqa: E402
-from gpupoold.worker.weights import relocation, tensors  # noqa: E402
+from gpupoold.worker.weights import tensors  # noqa: E402
 from gpupoold.worker.weights.loading import ModelLoad  # noqa: E402
 from tests.unit.memory.fake_cuda import FakeCuda  # noqa: E402
 from tests.unit.memory.rig import PAGE, GatedCopyStream, pattern, read, write  # noqa: E402
@@ -72,13 +72,13 @@ class Migrated:
 
     def __init__(self, device: EmulatedDevice, model: nn.Module) -> None:
         self.pool = PagePool(NUM_PAGES)
-        self.layout = relocation.plan_layout(model)
+        self.layout = tensors.plan_layout(model)
         num_pages = -(-self.layout.num_bytes // PAGE)
         snapshot = HostBuffer.create("test-snapshots", num_pages * PAGE)
-        relocation.copy_out(self.layout, snapshot.address, device)
+        tensors.copy_out(self.layout, snapshot.address, device)
         address_range = AddressRange(device, self.pool, num_pages)
         self.weights = WeightMemory(address_range, device, snapshot)
-        relocation.relocate(self.layout, address_range.address, device)
+        tensors.relocate(self.layout, address_range.address, device)
 
 
 def test_pitfall_02_a_tensor_that_is_collected_frees_nothing(device: EmulatedDevice) -> None:

@@ -19,7 +19,7 @@ from gpupoold.wire.messages import LoadedModel, RequestProgress
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
-from gpupoold.worker.turn_thread import finish
+from gpupoold.worker.threads import finish
 from tests.unit.memory.rig import PAGE, Rig
 
 BLOCK_TOKENS = 32

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (
 from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from gpupoold.worker.engine import gpu_worker as worker  # noqa: E402
-from gpupoold.worker.turn_thread import TurnThread  # noqa: E402
+from gpupoold.worker.threads import TurnThread  # noqa: E402
 
 
 def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:

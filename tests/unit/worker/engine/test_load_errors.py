@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpupoold.errors import Refused
-from gpupoold.worker.engine.load_errors import check_kind, failure, refusal
+from gpupoold.worker.engine.configuration import check_kind, failure, refusal
 
 KV_TOO_SMALL = (
     "To serve at least one request with the model's max seq len (4096), (0.02 GiB KV cache is "

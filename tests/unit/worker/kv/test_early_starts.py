@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpupoold.memory.contracts import Device
-from gpupoold.worker.kv import weight_loads
+from gpupoold.worker.kv import page_eviction
 from tests.unit.memory.rig import PAGE, GatedCopyStream, read
 from tests.unit.worker.kv.residency_box import WEIGHT_PAGES, Box
 
@@ -145,7 +145,7 @@ def test_a_copy_that_fails_after_the_start_is_noticed_by_who_needs_it(box: Gated
 def test_the_bandwidth_is_that_of_the_bytes_that_arrived(
     box: GatedBox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_loads, "_BANDWIDTH_SMOOTHING", 1.0)
+    monkeypatch.setattr(page_eviction, "_BANDWIDTH_SMOOTHING", 1.0)
     monkeypatch.setattr(Device, "piece_bytes", 1)
     box.gate.allow(5)
     record = box.residency.switch_in("a")

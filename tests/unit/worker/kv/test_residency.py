@@ -14,7 +14,7 @@ from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.scheduling import eviction
 from gpupoold.scheduling.eviction import Eviction, PageHolding
-from gpupoold.worker.kv import page_eviction, residency, weight_loads
+from gpupoold.worker.kv import page_eviction, residency
 from gpupoold.worker.kv.page_eviction import Use
 from tests.unit.memory.rig import PAGE, GatedCopyStream
 from tests.unit.worker.kv.residency_box import WEIGHT_PAGES, Box, Prefixes
@@ -51,7 +51,7 @@ def test_the_next_model_is_there_when_its_turn_comes(box: Box) -> None:
 def test_the_model_that_runs_waits_for_the_mapping_of_a_part_at_a_time(
     box: Box, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_loads, "_PIECE_BYTES", 7 * PAGE)
+    monkeypatch.setattr(page_eviction, "_PIECE_BYTES", 7 * PAGE)
     box.switch_in("a")
     box.residency.prefetch("b", "a")
     there = [box.weights("b").num_mapped_pages]

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from gpupoold.memory.contracts import Direction
 from gpupoold.memory.weights import WeightMemory
-from gpupoold.worker.turns.early_start import MissingWeights, _windows
+from gpupoold.worker.turns.self_check import MissingWeights, _windows
 from gpupoold.worker.weights import tensors
 from tests.unit.memory.rig import PAGE, Rig, read
 

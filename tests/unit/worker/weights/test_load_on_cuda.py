@@ -20,9 +20,12 @@ from gpupoold.memory.host import HostBuffer  # noqa: E402
 from gpupoold.memory.pages import PagePool  # noqa: E402
 from gpupoold.wire.messages import ModelToLoad  # noqa: E402
 from gpupoold.worker.weights import tensors  # noqa: E402
-from gpupoold.worker.weights.loading import ModelLoad  # noqa: E402
-from gpupoold.worker.weights.relocation import copy_out, plan_layout  # noqa: E402
-from gpupoold.worker.weights.torch_release import TorchRelease, pages_for_torch  # noqa: E402
+from gpupoold.worker.weights.loading import (  # noqa: E402
+    ModelLoad,
+    TorchRelease,
+    pages_for_torch,
+)
+from gpupoold.worker.weights.tensors import copy_out, plan_layout  # noqa: E402
 from tests.unit.memory.fake_cuda import FakeCuda  # noqa: E402
 
 PAGE = 4096

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpupoold.worker.weights.relocation import (
+from gpupoold.worker.weights.tensors import (
     loose_digest,
     loose_tensors,
     on_weight_device,

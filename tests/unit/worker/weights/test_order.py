@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from gpupoold.worker.weights.relocation import NO_LAYERS, DecoderLayers, WeightLayout, plan_layout
+from gpupoold.worker.weights.tensors import NO_LAYERS, DecoderLayers, WeightLayout, plan_layout
 
 SIZES = st.lists(st.integers(1, 400), min_size=1, max_size=3)
 

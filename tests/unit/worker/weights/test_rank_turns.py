@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from gpupoold.memory.group.link import Link, RankLost
 from gpupoold.memory.group.orders import OrderBook, OrderCount, run_orders
-from gpupoold.worker.turn_thread import TurnThread
+from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.weights.rank_loads import FollowerTurns, LeaderTurns
 
 NUM_RUNS = 4

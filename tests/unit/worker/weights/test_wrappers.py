@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from vllm.lora.layers import BaseLayerWithLoRA
 
-from gpupoold.worker.weights.relocation import base_name, plan_layout, plan_slots
+from gpupoold.worker.weights.tensors import base_name, plan_layout, plan_slots
 
 
 class Wrapper(BaseLayerWithLoRA):  # type: ignore[misc, unused-ignore]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpupoold.system.activity import WORKER, ThreadPhase
-from gpupoold.worker.turn_thread import TurnThread, finish
+from gpupoold.worker.threads import TurnThread, finish
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The turn thread, and the work of other threads that needs it.
+"""The turn thread, the work of other threads that needs it, torch's threads, and the heap of all.
 
 The turn thread owns the accounts of pages, residency and requests, and steps the engines. Another
 thread gives it *jobs*, which run between two steps: calls, and generators that are advanced slice
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import os
 import threading
@@ -19,12 +20,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from gpupoold.system.activity import WORKER, ThreadPhase
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _HELD_POLL_S = 0.1
+
+_load_threads: int | None = None
+
+# Time without work before a collection.
+_IDLE_S = 1.0
 
 
 @dataclass(eq=False)
@@ -190,3 +198,70 @@ def _as_slices(job: Callable[[], _T]) -> Generator[None, None, _T]:
     """Return ``job`` as its only slice."""
     return job()
     yield
+
+
+def manage_torch_threads(num_threads: int) -> None:
+    """Let loads use ``num_threads`` and steps one, instead of ``OMP_NUM_THREADS`` both.
+
+    Loads use the cores, steps one thread: OpenMP's threads spin after each parallel operation and
+    take the cores from the rest of the step, the daemon and the frontends. vLLM's own server does
+    the same. torch keeps the number for each thread of the process. Dynamo's guards contain the
+    number, so a load goes on with the number of steps before vLLM compiles.
+    """
+    global _load_threads
+    _load_threads = num_threads
+    os.environ["OMP_NUM_THREADS"] = "1"  # vLLM warns of more, and leaves the number alone
+
+
+def use_step_threads() -> None:
+    """Set the number of the calling thread, which makes steps."""
+    if _load_threads is not None:
+        torch.set_num_threads(1)
+
+
+def use_load_threads() -> None:
+    """Set the number of the calling thread, which loads a model."""
+    if _load_threads is not None:
+        torch.set_num_threads(_load_threads)
+
+
+class Heap:
+    """The heap of this process.
+
+    A collection of vLLM's and torch's objects takes 0.3 s and more. Frozen objects are not
+    collected: the heap is frozen before a load, so that collections during the load are short, and
+    after the load. The objects of a closed engine, most of which are frozen, wait until the device
+    is idle.
+    """
+
+    def __init__(self) -> None:
+        self._has_garbage = False
+        self._busy_s = -math.inf
+
+    def freeze(self) -> None:
+        """Exclude all present objects from collections until the next ``collect``."""
+        gc.freeze()
+
+    def engine_closed(self) -> None:
+        """Record that frozen objects are garbage."""
+        self._has_garbage = True
+
+    def collect_if_idle(self, now_s: float, *, is_idle: bool) -> None:
+        """Collect all garbage after some time without work; to be called regularly."""
+        if not is_idle:
+            self._busy_s = now_s
+        elif now_s - self._busy_s > _IDLE_S:
+            self.collect()
+
+    def collect(self) -> None:
+        """Collect all garbage, if an engine was closed; stops the process for a time."""
+        if not self._has_garbage:
+            return
+        self._has_garbage = False
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        torch.cuda.empty_cache()  # no-op without a GPU
+
+
+HEAP = Heap()

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
 
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.kv_extents import Place
-from gpupoold.memory.pages import PagePool
+from gpupoold.memory.kv_extents import KvGeometry, KvRow, Place
+from gpupoold.memory.pages import AddressRange, PagePool
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
@@ -114,8 +112,8 @@ def measure(num_models: int, num_extents: int) -> dict[str, float]:
         "holdings_of_all_models_us": microseconds(
             lambda: [eviction._holding(one.name, False) for one in models]
         ),
-        "extents_without_pages_us": microseconds(lambda: first.kv.extents(Place.UNMAPPED)),
-        "free_extents_us": microseconds(first.kv.free_extents),
+        "extents_without_pages_us": microseconds(lambda: first.kv.index.extents(Place.UNMAPPED)),
+        "idle_extents_us": microseconds(first.kv.index.idle),
         "aborted_request_us": microseconds(first.kv.discard_dead),
     }
     first.num_missing = 10 * _BLOCKS_PER_EXTENT * num_extents  # more than all pages

@@ -32,12 +32,12 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from gpupoold.domain import ModelName, Targets
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.pages import PagePool
+from gpupoold.memory.prefix_tiers import PrefixTiers
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.calls import answer
 from gpupoold.worker.device import open_device
 from gpupoold.worker.engine.cpu_build import adapt_cpu_build
-from gpupoold.worker.kv.prefix_tiers import PrefixTiers
 from gpupoold.worker.turns.loop import TurnLoop
 from gpupoold.worker.turns.models import EngineLoader, WorkerDevice
 from tests.functional.worker_peer import encode_request

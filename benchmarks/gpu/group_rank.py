@@ -17,8 +17,7 @@ from vllm.distributed.parallel_state import graph_capture
 
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.group.follower import FollowerMemory
-from gpupoold.memory.group.link import RankLost
-from gpupoold.memory.group.orders import OrderCount, run_files, run_orders
+from gpupoold.memory.group.link import OrderCount, RankLost, run_files, run_orders
 from gpupoold.worker.device import open_device
 from gpupoold.worker.engine.process_state import join_group, keep_generators
 from gpupoold.worker.ranks import Rank

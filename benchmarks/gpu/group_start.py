@@ -21,11 +21,10 @@ from benchmarks.gpu import figures, machine
 from benchmarks.gpu.rig import Setting, arguments, setting_of
 from gpupoold.doctor.facts import GpuFacts
 from gpupoold.doctor.probe_gpu import gpu_facts
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Copy, Direction
 from gpupoold.memory.host import HostBuffer
-from gpupoold.memory.memfd import create_memfd
-from gpupoold.memory.pages import PagePool
+from gpupoold.memory.libc import create_memfd
+from gpupoold.memory.pages import AddressRange, PagePool
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.worker.environment import set_engine_environment
 from gpupoold.worker.ranks import Rank, fork_ranks
@@ -33,7 +32,7 @@ from gpupoold.worker.ranks import Rank, fork_ranks
 if TYPE_CHECKING:
     from benchmarks.gpu.group_rank import RankWork
     from gpupoold.memory.group.device import GroupDevice
-    from gpupoold.memory.group.orders import OrderBook
+    from gpupoold.memory.group.link import OrderBook
 
 _BYTES = 256 << 20
 _DRY_BYTES = 4 << 20

@@ -14,14 +14,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.shapes import Shape
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Device, Direction
-from gpupoold.memory.extent_index import ExtentIndex
-from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.kv_extents import Place
-from gpupoold.memory.pages import PagePool
+from gpupoold.memory.kv_extents import ExtentIndex, KvGeometry, KvRow, Place
+from gpupoold.memory.pages import AddressRange, PagePool
 from gpupoold.memory.transfers import TransferQueue
 
 BLOCK_TOKENS = 16
@@ -147,7 +144,7 @@ def _measure(
 
 def _out_s(kv: KvMemory, queue: TransferQueue) -> float:
     started_s = time.perf_counter()
-    for group in kv.cut(kv.extents(Place.DEVICE)):
+    for group in kv.cut(kv.index.extents(Place.DEVICE)):
         kv.begin_page_out(group, queue)
     kv.finish(Place.LEAVING)
     return time.perf_counter() - started_s
@@ -155,7 +152,7 @@ def _out_s(kv: KvMemory, queue: TransferQueue) -> float:
 
 def _in_s(kv: KvMemory, queue: TransferQueue) -> float:
     started_s = time.perf_counter()
-    while away := kv.extents(Place.HOST):
+    while away := kv.index.extents(Place.HOST):
         kv.begin_page_in([away[0]], queue)
     kv.finish(Place.ARRIVING)
     return time.perf_counter() - started_s

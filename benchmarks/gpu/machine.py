@@ -23,7 +23,7 @@ from gpupoold.doctor.facts import GpuFacts, GpuLink, MemoryFacts
 from gpupoold.doctor.machine import index_of
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_host import memory_facts
-from gpupoold.memory.numa import node_of
+from gpupoold.memory.libc import node_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _T = TypeVar("_T")

@@ -127,7 +127,7 @@ class _SwapBench:
     def _out_s(self) -> float:
         kv = self._moved.kv
         started_s = time.perf_counter()
-        for group in kv.cut(kv.extents(Place.DEVICE)):
+        for group in kv.cut(kv.index.extents(Place.DEVICE)):
             self._begin_out(group)
         kv.finish(Place.LEAVING)
         return time.perf_counter() - started_s
@@ -140,7 +140,7 @@ class _SwapBench:
     def _steps_during_out(self) -> Iterator[float]:
         """Yield the seconds of the other model's steps until all KV is on the host."""
         kv = self._moved.kv
-        while kv.extents(Place.DEVICE) or kv.extents(Place.LEAVING):
+        while kv.index.extents(Place.DEVICE) or kv.index.extents(Place.LEAVING):
             yield self._step_s(self._begin_some_out)
 
     def _steps_during_in(self) -> Iterator[float]:
@@ -168,7 +168,7 @@ class _SwapBench:
     def _begin_some_out(self) -> None:
         """Start to offload as much as the queue accepts before the next step."""
         kv = self._moved.kv
-        for group in kv.cut(kv.extents(Place.DEVICE)):
+        for group in kv.cut(kv.index.extents(Place.DEVICE)):
             if not self._queue.has_room:
                 return
             self._begin_out(group)

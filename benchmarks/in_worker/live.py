@@ -81,7 +81,7 @@ class BenchmarkRequests:
                 break
             self._residency.switch_in(engine.name)
             engine.step()
-        engine.kv.unmap(engine.kv.free_extents())
+        engine.kv.unmap(engine.kv.index.idle())
 
     def _wait_for_all(self) -> None:
         waiting = set(self._ids)

@@ -244,7 +244,7 @@ _PREPARE: dict[str, Callable[[_SwitchBench, ModelEngine, ModelEngine], None]] = 
 
 
 def _is_arriving(engine: ModelEngine) -> bool:
-    return engine.weights.num_arriving > 0 or bool(engine.kv.extents(Place.ARRIVING))
+    return engine.weights.num_arriving > 0 or bool(engine.kv.index.extents(Place.ARRIVING))
 
 
 def _summary(switches: Sequence[_Switch]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_host import memory_facts
 from gpupoold.engine_versions import installed_version, is_built_for_gpus
 from gpupoold.latency.hardware import hardware
-from gpupoold.memory import numa
+from gpupoold.memory import libc
 
 # GPUs do not change while a process runs, and a driver may be slow to answer.
 _gpus: list[GpuFacts] = []
@@ -27,7 +27,7 @@ def find_machine(settings: Settings) -> Machine:
         if not _gpus or _gpus[0].problem:
             _gpus[:] = [gpu_facts()]
         gpu = _gpus[0]
-    found = machine_of(settings, memory_facts(), gpu, numa.node_bytes())
+    found = machine_of(settings, memory_facts(), gpu, libc.node_bytes())
     has_cuda_engine = installed_version() is None or is_built_for_gpus()
     return replace(found, has_cuda_engine=has_cuda_engine)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import pynvml
 
 from gpupoold.doctor.facts import Gpu, GpuFacts, GpuLink, PciPath
-from gpupoold.memory import numa
+from gpupoold.memory import libc
 from gpupoold.system.nvml import connected
 
 _CUDA_DRIVER = "libcuda.so.1"
@@ -60,9 +60,9 @@ def _gpu(nvml: Any, handle: object) -> Gpu:
         return bool(nvml.nvmlDeviceGetPersistenceMode(handle) == nvml.NVML_FEATURE_ENABLED)
 
     def node() -> int:
-        return numa.node_of(nvml.nvmlDeviceGetPciInfo(handle).busId)
+        return libc.node_of(nvml.nvmlDeviceGetPciInfo(handle).busId)
 
-    found = _known(nvml, numa.NO_NODE, node)
+    found = _known(nvml, libc.NO_NODE, node)
     return Gpu(
         name=nvml.nvmlDeviceGetName(handle),
         memory_bytes=memory.total,
@@ -70,7 +70,7 @@ def _gpu(nvml: Any, handle: object) -> Gpu:
         is_mig=_known(nvml, False, is_mig),  # a GPU may not support MIG
         is_persistent=_known(nvml, True, is_persistent),
         uuid=str(_known(nvml, "", nvml.nvmlDeviceGetUUID, handle)),
-        node=None if found == numa.NO_NODE else found,
+        node=None if found == libc.NO_NODE else found,
     )
 
 

@@ -38,7 +38,7 @@ from gpupoold.doctor.facts import (
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_host import folder_facts, limit_facts, memory_facts
 from gpupoold.errors import ConfigError, Failed, GpupoolError
-from gpupoold.memory import libc, numa
+from gpupoold.memory import libc
 
 _BALANCING = Path("/proc/sys/kernel/numa_balancing")
 
@@ -158,7 +158,7 @@ def numa_facts() -> NumaFacts:
     is_balancing = False
     with suppress(OSError):
         is_balancing = _BALANCING.read_text().strip() not in ("", "0")
-    return NumaFacts(numa.num_nodes(), is_balancing, problem, numa.node_bytes())
+    return NumaFacts(libc.num_nodes(), is_balancing, problem, libc.node_bytes())
 
 
 def kernel_facts() -> KernelFacts:

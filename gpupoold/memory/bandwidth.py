@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction
 from gpupoold.memory.host import HostBuffer
-from gpupoold.memory.pages import PagePool
+from gpupoold.memory.pages import AddressRange, PagePool
 from gpupoold.memory.transfers import cut
 
 # Takes 3 ms on a fast link, so the cost of starting a copy and waking a thread is negligible.
@@ -34,7 +33,7 @@ def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) 
     """Copy ``num_bytes``, or as much as free pages allow, each way; return the best of three.
 
     Pages and pinned host memory are allocated before, so only the link is measured: under
-    :func:`~gpupoold.memory.numa.prefer_node`, the link to that node.
+    :func:`~gpupoold.memory.libc.prefer_node`, the link to that node.
 
     Raises:
         OutOfPages: no page is free.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from gpupoold.memory.extent_index import ExtentIndex
 from gpupoold.memory.libc import memcpy
 
 
@@ -229,26 +228,3 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free all physical memory; every address range must have been released before."""
-
-
-class BlockLedger(Protocol):
-    """The engine's account of its blocks; never lists block 0, the engine's null block."""
-
-    def watch(self, watcher: ExtentIndex) -> None:
-        """Report every later change to ``watcher``; all blocks must be free."""
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        """Remove free blocks from the engine's free list; drop their cached prefixes."""
-
-    def keep(self, block_ids: Sequence[int]) -> None:
-        """Add a reference to a request's blocks, so that the blocks outlive the request."""
-
-    def give(self, block_ids: Sequence[int]) -> None:
-        """Drop the reference of ``hold`` or ``keep``; blocks without another become free."""
-
-    def live(self, block_ids: Iterable[int]) -> list[int]:
-        """Return the blocks in use by a request or a hold."""
-
-    @property
-    def num_free(self) -> int:
-        """Number of blocks that the engine could allocate now."""

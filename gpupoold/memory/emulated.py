@@ -23,7 +23,7 @@ from itertools import count
 
 from gpupoold.memory import libc
 from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, Fence, PageRun
-from gpupoold.memory.memfd import create_memfd
+from gpupoold.memory.libc import create_memfd
 
 _UNMAPPED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 _HOME = libc.MAP_SHARED | libc.MAP_POPULATE

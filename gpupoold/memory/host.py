@@ -12,7 +12,7 @@ from typing import Protocol
 
 from gpupoold.memory import libc
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.memfd import create_memfd
+from gpupoold.memory.libc import create_memfd
 from gpupoold.memory.prefix_table import CacheShape, PrefixTable, Record
 from gpupoold.memory.slabs import Allocation, SlabAllocator, slab_bytes_for
 

@@ -17,11 +17,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpupoold.memory.address_ranges import AddressRange
-from gpupoold.memory.contracts import BlockLedger, Copy, Device
-from gpupoold.memory.geometry import KvGeometry
+from gpupoold.memory.contracts import Copy, Device
 from gpupoold.memory.host import HostSlot, KvHostCache, Slot
-from gpupoold.memory.kv_extents import OFFLOADED, Group, KvExtents, Place
+from gpupoold.memory.kv_extents import OFFLOADED, BlockLedger, Group, KvExtents, KvGeometry, Place
+from gpupoold.memory.pages import AddressRange
 from gpupoold.memory.prefix_store import StoredBlocks
 from gpupoold.memory.transfers import Transfer, TransferQueue
 
@@ -66,7 +65,7 @@ class KvMemory(KvExtents):
         Raises:
             OutOfPages: the pool is short; nothing was changed.
         """
-        assert all(self.place(extent) is Place.UNMAPPED for extent in extents)
+        assert all(self.index.place(extent) is Place.UNMAPPED for extent in extents)
         self._retain(extents, is_filled=True)
         self.index.put(extents, Place.DEVICE)
         for extent in extents:
@@ -76,7 +75,7 @@ class KvMemory(KvExtents):
         """Unmap ``extents`` without a live block; drop their cached prefixes."""
         if not extents:
             return
-        assert all(self.place(extent) is Place.DEVICE for extent in extents)
+        assert all(self.index.place(extent) is Place.DEVICE for extent in extents)
         for extent in extents:
             self._engine().hold(self._real(self.geometry.blocks(extent)))
         self.index.put(extents, Place.UNMAPPED)
@@ -88,7 +87,7 @@ class KvMemory(KvExtents):
 
         No request may be scheduled meanwhile: most of the blocks have no pages.
         """
-        reserved = self._real_of(self.extents(Place.UNMAPPED))
+        reserved = self._real_of(self.index.extents(Place.UNMAPPED))
         reserved += [block for group in self._groups() for block in group.held]
         self._engine().give(reserved)
         try:
@@ -104,7 +103,7 @@ class KvMemory(KvExtents):
         with the ``settle`` after the transfer. Cached prefixes in free blocks are dropped, not
         copied.
         """
-        assert all(self.place(extent) is Place.DEVICE for extent in extents)
+        assert all(self.index.place(extent) is Place.DEVICE for extent in extents)
         self.finish_exports()  # exports still read pages that are unmapped below
         totals = list(itertools.accumulate(map(self.index.num_used, extents)))
         room = self._host.make_room(self.geometry.block_bytes, totals[-1] if totals else 0)
@@ -204,7 +203,7 @@ class KvMemory(KvExtents):
         """
         extents, blocks = self._unmapped_for(num_blocks)
         if len(blocks) < num_blocks and may_unmap:
-            self.unmap([extent for extent in self.free_extents() if extent])
+            self.unmap([extent for extent in self.index.idle() if extent])
             extents, blocks = self._unmapped_for(num_blocks)
         if len(blocks) < num_blocks:
             return None
@@ -324,13 +323,13 @@ class KvMemory(KvExtents):
         self._check_counters()
         assert (self in self._busy) == bool(self._moving or self._exports)
         assert set(self._offloaded) == {
-            extent for place in OFFLOADED for extent in self.extents(place)
+            extent for place in OFFLOADED for extent in self.index.extents(place)
         }
         mapped = (Place.DEVICE, Place.LEAVING, Place.ARRIVING)
-        extents = [extent for place in mapped for extent in self.extents(place)]
+        extents = [extent for place in mapped for extent in self.index.extents(place)]
         assert len(self.geometry.uses(extents)) == self.address_range.num_mapped
         for group in self._groups():
-            [place] = {self.place(extent) for extent in group.extents}
+            [place] = {self.index.place(extent) for extent in group.extents}
             assert group.place is place
             idle = set(self._real_of(group.extents)) - set(group.blocks)
             assert idle <= group.held, f"free blocks of {group.extents}, offloaded, are not held"

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpupoold.memory.geometry import KvRow
 from gpupoold.memory.host import HostSlot, KvHostCache, lay
+from gpupoold.memory.kv_extents import KvRow
 from gpupoold.memory.prefix_table import KEY_BYTES, MAX_BLOCKS, OWNER_BYTES
 from gpupoold.memory.slabs import BlockPlace
 

@@ -1,18 +1,29 @@
-"""A model's weights: a snapshot in host memory, an address range on the device."""
+"""A model's weights: a snapshot in host memory, an address range on the device.
+
+On a GPU, mapping and pinning a snapshot take 0.1 s per GB and more, and unmapping takes time too: a
+thread does both, and the turn loop collects the results between two steps.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 from gpupoold.errors import Failed
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Copy, Device
 from gpupoold.memory.host import HostBuffer
-from gpupoold.memory.transfers import Transfer, TransferQueue
+from gpupoold.memory.pages import AddressRange
+from gpupoold.memory.transfers import DeviceThread, Transfer, TransferQueue
+from gpupoold.system.activity import WORKER, ThreadPhase
+from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken
 
 _HINT = "warm the model: `gpupool cache warm`"
+
+_logger = logging.getLogger(__name__)
 
 
 class WeightMemory:
@@ -309,3 +320,99 @@ class WeightMemory:
         pages = range(first, self.address_range.num_mapped)
         if pages:
             self.address_range.drop(pages)
+
+
+class Snapshots:
+    """Drops and attaches snapshots of models without requests, for the turn loop's thread."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._thread = DeviceThread(device, "snapshots")
+        self._dropping: dict[str, Future[None]] = {}
+        self._taking: dict[str, tuple[WeightMemory, Future[HostBuffer]]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """True if ``finished`` will return further results."""
+        return bool(self._dropping or self._taking)
+
+    def drop(self, model: str, weights: WeightMemory | None) -> None:
+        """Evict a model's weights from the device and unmap its snapshot, if any."""
+        self.forget(model)
+        snapshot = (
+            weights.detach_snapshot() if weights is not None and weights.has_snapshot else None
+        )
+        self._dropping[model] = self._thread.submit(self._close, model, snapshot)
+
+    def take(self, model: str, weights: WeightMemory, fd: int) -> None:
+        """Attach the snapshot behind ``fd`` to a model; this object owns ``fd`` from now on."""
+        self.forget(model)
+        if weights.has_snapshot:
+            self._thread.submit(self._close, model, weights.detach_snapshot())
+        taken = self._thread.submit(self._open, model, fd, weights.snapshot_bytes)
+        self._taking[model] = weights, taken
+
+    def forget(self, model: str) -> None:
+        """Discard the snapshot that is being attached to a removed or changed model."""
+        taking = self._taking.pop(model, None)
+        if taking is not None:
+            self._thread.submit(self._discard, model, taking[1])
+
+    def finished(self) -> list[SnapshotDropped | SnapshotTaken]:
+        """Return the thread's results since the last call as messages to the daemon.
+
+        Attached snapshots belong to the models from then on.
+        """
+        if not (self._dropping or self._taking):
+            return []
+        messages: list[SnapshotDropped | SnapshotTaken] = []
+        for model, dropped in list(self._dropping.items()):
+            if dropped.done():
+                del self._dropping[model]
+                if (error := dropped.exception()) is not None:
+                    _logger.error("cannot unmap the snapshot of %s: %s", model, error)
+                messages.append(SnapshotDropped(model))
+        for model, (weights, taken) in list(self._taking.items()):
+            if taken.done():
+                del self._taking[model]
+                error = taken.exception()
+                if error is None:
+                    weights.attach_snapshot(taken.result())
+                messages.append(SnapshotTaken(model, "" if error is None else str(error)))
+        return messages
+
+    def close(self) -> None:
+        """End the thread; unmap snapshots without a model."""
+        for model in list(self._taking):
+            self.forget(model)
+        self._thread.close()
+
+    def _open(self, model: str, fd: int, num_bytes: int) -> HostBuffer:
+        found_bytes = os.fstat(fd).st_size
+        wanted_bytes = num_bytes * self._device.num_ranks
+        if found_bytes != wanted_bytes:
+            os.close(fd)
+            text = f"the snapshot has {found_bytes} bytes, the weights have {wanted_bytes}"
+            raise ValueError(text)
+        with WORKER.beside(ThreadPhase.SNAPSHOT, model):
+            snapshot = HostBuffer(fd, num_bytes)
+            try:
+                self._device.pin(snapshot.address, num_bytes)
+                self._device.share_host(snapshot.address, num_bytes, fd)
+            except BaseException:
+                snapshot.close()
+                raise
+            return snapshot
+
+    def _close(self, model: str, snapshot: HostBuffer | None) -> None:
+        if snapshot is None:
+            return
+        with WORKER.beside(ThreadPhase.SNAPSHOT, model):
+            try:
+                self._device.unpin(snapshot.address, snapshot.num_bytes)
+            finally:
+                snapshot.close()
+
+    def _discard(self, model: str, taken: Future[HostBuffer]) -> None:
+        if taken.exception() is None:
+            self._close(model, taken.result())

@@ -135,15 +135,15 @@ def _says_so(error: BaseException) -> bool:
 
 def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> None:
     with importing():
+        from gpupoold.memory.prefix_tiers import PrefixTiers
         from gpupoold.worker.calls import answer
         from gpupoold.worker.device import device_name
-        from gpupoold.worker.kv.prefix_tiers import PrefixTiers
         from gpupoold.worker.turns.loop import TurnLoop
         from gpupoold.worker.turns.models import WorkerDevice
     end_at_faults()
     from gpupoold.memory.bandwidth import measure_fill, measure_link
     from gpupoold.memory.host import KvHostCache
-    from gpupoold.memory.numa import prefer_node
+    from gpupoold.memory.libc import prefer_node
     from gpupoold.memory.pages import PagePool
 
     version = check_engine_version()

@@ -119,7 +119,7 @@ def weights_digest(device: Device, engine: ModelEngine) -> str:
 
 def live_blocks(engine: ModelEngine) -> list[int]:
     """Return the blocks on the device with a reference, in ascending order."""
-    return [b for c in engine.kv.extents(Place.DEVICE) for b in engine.kv.live_blocks(c)]
+    return [b for c in engine.kv.index.extents(Place.DEVICE) for b in engine.kv.live_blocks(c)]
 
 
 def kv_digest(device: Device, engine: ModelEngine) -> str:

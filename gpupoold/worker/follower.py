@@ -21,8 +21,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.group.follower import FollowerMemory
-from gpupoold.memory.group.link import Link, RankLost
-from gpupoold.memory.group.orders import OrderCount, run_files, run_orders
+from gpupoold.memory.group.link import Link, OrderCount, RankLost, run_files, run_orders
 from gpupoold.memory.pages import PagePool
 from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
 from gpupoold.worker.engine.process_state import (

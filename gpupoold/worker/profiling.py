@@ -182,7 +182,7 @@ class _ProfilingRun:
     def leave(self) -> None:
         """End all requests and free their KV and cached prefixes."""
         self._clear()
-        self.engine.kv.unmap(self.engine.kv.free_extents())
+        self.engine.kv.unmap(self.engine.kv.index.idle())
 
     def _measure_prefill(self, batch: PrefillBatch, end_s: float) -> Generator[None, None, bool]:
         """Measure one point of the prefill series; return False without time or memory."""

@@ -65,7 +65,7 @@ class Model:
 
     def contents_now(self) -> object:
         return (
-            [self.kv.extents(place) for place in Place],
+            [self.kv.index.extents(place) for place in Place],
             self.kv.resident_bytes,
             self.kv.host_bytes,
             self.weights.num_mapped_pages,
@@ -168,7 +168,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(which=WHICH, extent=WHICH, fail_in=st.integers(0, 4))
     def back(self, which: int, extent: int, fail_in: int) -> None:
         model = self.model(which)
-        unmapped = model.kv.extents(Place.UNMAPPED)
+        unmapped = model.kv.index.extents(Place.UNMAPPED)
         if unmapped:
             picked = unmapped[extent % len(unmapped)]
             self.appear(model, picked, fail_in, lambda: model.kv.map([picked]))
@@ -176,7 +176,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(which=WHICH, extent=WHICH)
     def unmap(self, which: int, extent: int) -> None:
         model = self.model(which)
-        free = model.kv.free_extents()
+        free = model.kv.index.idle()
         if free:
             self.vanish(model, free[extent % len(free)], model.kv.unmap)
 
@@ -184,7 +184,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def page_out(self, which: int, extent: int) -> None:
         """The model is paused for a moment; some of it goes, or begins to go."""
         model = self.model(which)
-        device = model.kv.extents(Place.DEVICE)
+        device = model.kv.index.extents(Place.DEVICE)
         if not device:
             return
         picked = device[extent % len(device)]
@@ -195,19 +195,19 @@ class MemoryMachine(RuleBasedStateMachine):
             assert num_live > self.rig.host.num_free_blocks(model.kv.geometry.block_bytes)
             assert model.contents_now() == before
             return
-        assert picked in model.kv.extents(Place.LEAVING if num_live else Place.UNMAPPED)
+        assert picked in model.kv.index.extents(Place.LEAVING if num_live else Place.UNMAPPED)
 
     @rule(which=WHICH, extent=WHICH, fail_in=st.integers(0, 4))
     def page_in(self, which: int, extent: int, fail_in: int) -> None:
         model = self.model(which)
-        host = model.kv.extents(Place.HOST)
+        host = model.kv.index.extents(Place.HOST)
         if not host:
             return
         picked, free = host[extent % len(host)], self.rig.pool.num_free
         [group] = [group for group in model.kv.groups_on_host([]) if picked in group]
         wanted = model.kv.num_missing_pages(group)
         self.attempt(model, fail_in, wanted, lambda: model.kv.begin_page_in([picked], self.rig.ins))
-        if picked in model.kv.extents(Place.ARRIVING):
+        if picked in model.kv.index.extents(Place.ARRIVING):
             assert self.rig.pool.num_free == free - wanted
 
     @rule(which=WHICH)
@@ -218,13 +218,16 @@ class MemoryMachine(RuleBasedStateMachine):
     def finish(self, which: int) -> None:
         """All copies under way end; what has come shows nothing of others."""
         model = self.model(which)
-        leaving, arriving = model.kv.extents(Place.LEAVING), model.kv.extents(Place.ARRIVING)
+        leaving, arriving = (
+            model.kv.index.extents(Place.LEAVING),
+            model.kv.index.extents(Place.ARRIVING),
+        )
         free, wanted = self.rig.pool.num_free, model.kv.num_leaving_pages
         self.rig.finish(model.kv)
         assert self.rig.pool.num_free == free + wanted
-        gone = model.kv.extents(Place.HOST) + model.kv.extents(Place.UNMAPPED)
+        gone = model.kv.index.extents(Place.HOST) + model.kv.index.extents(Place.UNMAPPED)
         assert set(leaving) <= set(gone)
-        assert set(arriving) <= set(model.kv.extents(Place.DEVICE))
+        assert set(arriving) <= set(model.kv.index.extents(Place.DEVICE))
         for extent in arriving:
             for block in model.kv.geometry.blocks(extent):
                 if block not in model.content:
@@ -233,30 +236,32 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def want_again(self, which: int) -> None:
         model = self.model(which)
-        leaving = model.kv.extents(Place.LEAVING)
+        leaving = model.kv.index.extents(Place.LEAVING)
         model.kv.stop(Place.LEAVING)
-        assert set(leaving) <= set(model.kv.extents(Place.DEVICE))
+        assert set(leaving) <= set(model.kv.index.extents(Place.DEVICE))
 
     @rule(which=WHICH)
     def change_plans(self, which: int) -> None:
         model = self.model(which)
         model.kv.stop(Place.ARRIVING)
-        assert not model.kv.extents(Place.ARRIVING)
+        assert not model.kv.index.extents(Place.ARRIVING)
 
     @rule(which=WHICH, step=st.integers(1, 3))
     def pause(self, which: int, step: int) -> None:
         """Much of a model goes out together, as far as the host has room."""
         kv = self.model(which).kv
-        extents = kv.extents(Place.DEVICE)[::step]
+        extents = kv.index.extents(Place.DEVICE)[::step]
         num_done = kv.begin_page_out(extents, self.rig.outs)
-        assert set(extents[num_done:]) <= set(kv.extents(Place.DEVICE))
-        assert not set(extents[:num_done]) & set(kv.extents(Place.DEVICE))
+        assert set(extents[num_done:]) <= set(kv.index.extents(Place.DEVICE))
+        assert not set(extents[:num_done]) & set(kv.index.extents(Place.DEVICE))
 
     @rule(which=WHICH, fail_in=st.integers(0, 6))
     def resume(self, which: int, fail_in: int) -> None:
         """All of a model comes back, as far as there are pages."""
-        for extent in self.model(which).kv.extents(Place.HOST):
-            if extent in self.model(which).kv.extents(Place.HOST):  # it did not come with another
+        for extent in self.model(which).kv.index.extents(Place.HOST):
+            if extent in self.model(which).kv.index.extents(
+                Place.HOST
+            ):  # it did not come with another
                 self.page_in(which, extent=0, fail_in=fail_in)
 
     @rule(which=WHICH, request=WHICH)
@@ -309,7 +314,7 @@ class MemoryMachine(RuleBasedStateMachine):
             model.ledger.release(blocks)
         model.requests.clear()
         model.kv.discard_dead()
-        model.kv.unmap(model.kv.free_extents())
+        model.kv.unmap(model.kv.index.idle())
         assert model.kv.resident_bytes == 0
         assert model.kv.host_bytes == 0
 
@@ -342,7 +347,7 @@ class MemoryMachine(RuleBasedStateMachine):
         blocks = model.kv.attach_slot(picked.slot, len(picked.contents))
         if blocks is None:
             # The null block's extent must stay on the device while the model runs: never adopted.
-            unmapped = [extent for extent in model.kv.extents(Place.UNMAPPED) if extent]
+            unmapped = [extent for extent in model.kv.index.extents(Place.UNMAPPED) if extent]
             num_held = sum(len(model.kv.geometry.blocks(extent)) for extent in unmapped)
             assert len(picked.contents) > num_held
             return
@@ -363,7 +368,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def bytes_are_right(self) -> None:
         for model in self.models:
             model.forget_worthless()
-            there = model.kv.extents(Place.DEVICE) + model.kv.extents(Place.LEAVING)
+            there = model.kv.index.extents(Place.DEVICE) + model.kv.index.extents(Place.LEAVING)
             for extent in there:
                 for block in model.kv.geometry.blocks(extent):
                     if block in model.content:
@@ -383,7 +388,7 @@ class MemoryMachine(RuleBasedStateMachine):
             owned += (
                 model.kv.address_range.physical_pages + model.weights.address_range.physical_pages
             )
-            device = model.kv.extents(Place.DEVICE)
+            device = model.kv.index.extents(Place.DEVICE)
             usable = {block for extent in device for block in model.kv.geometry.blocks(extent)}
             free = {b for b, count in enumerate(model.ledger.refs) if not count}
             assert free <= usable, "the engine could be given a block that is not here"
@@ -433,7 +438,7 @@ class MemoryMachine(RuleBasedStateMachine):
         kv, free = model.kv, self.rig.pool.num_free
         wanted = kv.num_missing_pages([extent])
         self.attempt(model, fail_in, wanted, act)
-        if extent not in kv.extents(Place.DEVICE):
+        if extent not in kv.index.extents(Place.DEVICE):
             return
         assert self.rig.pool.num_free == free - wanted
         for block in kv.geometry.blocks(extent):
@@ -493,6 +498,6 @@ def test_adoption_leaves_the_null_blocks_extent_alone() -> None:
         machine.bytes_are_right()
         machine.accounts_are_right()
     assert kv.geometry.blocks(0) == range(8)
-    assert kv.extents(Place.UNMAPPED) == [0]
+    assert kv.index.extents(Place.UNMAPPED) == [0]
     assert len(machine.sent) == 1  # the last one was refused
     machine.teardown()

@@ -28,7 +28,7 @@ from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.errors import ConfigError, Failed, Refused
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.memory.memfd import create_memfd
+from gpupoold.memory.libc import create_memfd
 from gpupoold.replay import log_file
 from gpupoold.scheduling.event_log import LogEntry
 from gpupoold.system.listeners import admin_listener

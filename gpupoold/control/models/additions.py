@@ -41,7 +41,7 @@ from gpupoold.control.weights.cache import HostMemoryBudget, SnapshotId
 from gpupoold.domain import ModelSpec, ModelState
 from gpupoold.engine_options.names import check_options
 from gpupoold.errors import GpupoolError, Refused, Unavailable
-from gpupoold.memory.memfd import available_bytes
+from gpupoold.memory.libc import available_bytes
 from gpupoold.units import format_bytes
 
 _logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ import msgspec
 from blake3 import blake3
 
 from gpupoold.errors import Failed
-from gpupoold.memory.memfd import create_memfd
+from gpupoold.memory.libc import create_memfd
 from gpupoold.system import durable
 from gpupoold.units import format_bytes
 

@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gpupoold.errors import Failed
 from gpupoold.memory.contracts import Device, Direction, Fence, PageRun
-from gpupoold.memory.cuda.copy_stream import CudaCopyStream
-from gpupoold.memory.cuda.driver import CudaDriver, CudaError
-from gpupoold.memory.numa import node_of, prefer_node
+from gpupoold.memory.cuda.driver import CudaCopyStream, CudaDriver, CudaError
+from gpupoold.memory.libc import node_of, prefer_node
 from gpupoold.memory.pages import split_runs
 from gpupoold.units import format_bytes
 
@@ -62,7 +61,7 @@ class CudaDevice(Device):
     ``device_bytes`` caps the memory taken (0: all free memory), ``reserve_bytes`` stay free for
     torch in any case. ``compute_streams`` returns the streams of the engines' kernels and is
     called on every use. ``page_bytes`` is a multiple of the device's granularity. Memory for copies
-    is allocated near ``numa_node`` (see :func:`~gpupoold.memory.numa.prefer_node`).
+    is allocated near ``numa_node`` (see :func:`~gpupoold.memory.libc.prefer_node`).
 
     Raises:
         Failed: no page fits, or ``page_bytes`` cannot be mapped.

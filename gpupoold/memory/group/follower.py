@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpupoold.memory.contracts import Device, Direction, Fence
-from gpupoold.memory.group.copy_stream import Fences, FollowerCopyStream
-from gpupoold.memory.group.link import Link
-from gpupoold.memory.group.orders import OrderCount
-from gpupoold.memory.group.regions import FollowerRegions, PlacedMapping, RegionPlace
+from gpupoold.memory.group.device import (
+    Fences,
+    FollowerCopyStream,
+    FollowerRegions,
+    PlacedMapping,
+    RegionPlace,
+)
+from gpupoold.memory.group.link import Link, OrderCount
 from gpupoold.memory.host import HostBuffer
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.request import Request
 
-from gpupoold.memory.extent_index import ExtentIndex
+from gpupoold.memory.kv_extents import ExtentIndex
 
 # A step writes a state to a new block, and may keep two earlier states for the prefix cache.
 _MAX_STATE_BLOCKS = 3

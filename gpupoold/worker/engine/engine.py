@@ -26,11 +26,11 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.contracts import Device
-from gpupoold.memory.geometry import KvGeometry, KvRow
-from gpupoold.memory.group.orders import OrderBook
+from gpupoold.memory.group.link import OrderBook
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.prefix_fetcher import PrefixFetcher
+from gpupoold.memory.kv_extents import KvGeometry, KvRow
+from gpupoold.memory.prefix_tiers import PrefixFetcher
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters, RankAdapters
@@ -50,9 +50,8 @@ from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.threads import HEAP
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.loading import ModelLoad, current_load
+from gpupoold.worker.weights.loading import SNAPSHOT_FORMAT, ModelLoad, current_load
 from gpupoold.worker.weights.rank_loads import LeaderLoad
-from gpupoold.worker.weights.snapshots import SNAPSHOT_FORMAT
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from gpupoold.worker.environment import set_group_environment
 from gpupoold.worker.threads import HEAP, use_load_threads
-from gpupoold.worker.weights.snapshots import register_snapshot_format
+from gpupoold.worker.weights.loading import register_snapshot_format
 
 _SHARED_MEMORY = Path("/dev/shm")
 

@@ -1,1 +1,1 @@
-"""Residency of models' bytes on the device: switches, page eviction, KV migration."""
+"""Residency of models' bytes on the device: switches, page eviction."""

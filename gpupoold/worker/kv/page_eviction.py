@@ -202,7 +202,7 @@ class PageEviction:
                 model.weights.evict(short)
             case Victim.FREE_KV:
                 enough = self.pool.num_free + short
-                for extent in model.kv.free_extents():
+                for extent in model.kv.index.idle():
                     if self.pool.num_free >= enough:
                         break
                     model.kv.unmap([extent])
@@ -232,7 +232,7 @@ def spare_extents(kv: KvMemory) -> list[int]:
 
     Kernels access the null block at any time.
     """
-    return [extent for extent in kv.free_extents() if extent]
+    return [extent for extent in kv.index.idle() if extent]
 
 
 def _enough(kv: KvMemory, extents: list[int], num_pages: int) -> list[int]:

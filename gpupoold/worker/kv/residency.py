@@ -257,9 +257,9 @@ class Residency:
         self.save_prefixes(name)
         model.kv.stop(Place.ARRIVING)
         model.kv.finish_exports()
-        model.kv.unmap(model.kv.free_extents())
+        model.kv.unmap(model.kv.index.idle())
         before = model.kv.host_bytes
-        for group in model.kv.cut(model.kv.extents(Place.DEVICE)):
+        for group in model.kv.cut(model.kv.index.extents(Place.DEVICE)):
             model.kv.begin_page_out(group, self._out)
         model.kv.finish(Place.LEAVING)
         model.weights.evict()
@@ -398,7 +398,7 @@ class Residency:
 
     def _first_extent(self, model: ModelEngine) -> list[int]:
         """Return extent 0 if unmapped: kernels may access the null block, block 0, at any time."""
-        return [0] if model.kv.place(0) is Place.UNMAPPED else []
+        return [0] if model.kv.index.place(0) is Place.UNMAPPED else []
 
     def _num_wanted_pages(self, model: ModelEngine) -> int:
         first = model.kv.num_missing_pages(self._first_extent(model))

@@ -20,11 +20,9 @@ from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.engine import ModelEngine
-from gpupoold.worker.kv.migrations import KvMigrations
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.threads import HEAP, TurnThread
-from gpupoold.worker.turns.ledger import Orders, RequestLedger, TurnRequests
 from gpupoold.worker.turns.models import (
     DeviceModels,
     EngineLoader,
@@ -33,8 +31,15 @@ from gpupoold.worker.turns.models import (
     LoadQueue,
     WorkerDevice,
 )
+from gpupoold.worker.turns.requests import (
+    KvMigrations,
+    Orders,
+    RequestLedger,
+    TurnRequests,
+    TurnSteps,
+    may_come_between,
+)
 from gpupoold.worker.turns.self_check import SelfChecks
-from gpupoold.worker.turns.steps import TurnSteps, may_come_between
 
 if TYPE_CHECKING:
     from gpupoold.worker.engine.engine import ModelEngine

@@ -17,23 +17,22 @@ from gpupoold.latency.stored import Profile
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.prefix_fetcher import PrefixFetcher
+from gpupoold.memory.prefix_tiers import PrefixFetcher, PrefixTiers
 from gpupoold.memory.transfers import DeviceThread
+from gpupoold.memory.weights import Snapshots
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire import messages as m
 from gpupoold.wire.messages import EngineMemory, LoadModel, LoadProgress
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.configuration import failure
 from gpupoold.worker.engine.engine import ModelEngine, load_engine
-from gpupoold.worker.kv.prefix_tiers import PrefixTiers
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
 from gpupoold.worker.threads import HEAP, TurnThread
-from gpupoold.worker.turns.ledger import RequestLedger
+from gpupoold.worker.turns.requests import RequestLedger
 from gpupoold.worker.turns.self_check import SelfChecks, first_self_check, is_same_answer
 from gpupoold.worker.weights.loading import ModelLoad, WeightSource, pages_for_torch
 from gpupoold.worker.weights.rank_loads import LeaderLoad, LoadLinks
-from gpupoold.worker.weights.snapshots import Snapshots
 
 _T = TypeVar("_T")
 
@@ -202,7 +201,7 @@ class EngineLoader:
         while self.residency.load_piece(engine.name, self.current()):
             yield
         self_check = yield from first_self_check(engine, self.residency, self.device)
-        engine.kv.unmap(engine.kv.free_extents())
+        engine.kv.unmap(engine.kv.index.idle())
         return self_check
 
     def _in_slices(

@@ -101,7 +101,7 @@ class Pair:
     def bring_in(self) -> None:
         """All that is on the host comes to the second device."""
         self.target.soil()
-        while on_host := self.kv.extents(Place.HOST):
+        while on_host := self.kv.index.extents(Place.HOST):
             self.target.page_in(self.kv, on_host[0])
             check(self.target, self.kv)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from gpupoold.memory.extent_index import ExtentIndex
+from gpupoold.memory.kv_extents import ExtentIndex
 
 
 class MemoryLedger:

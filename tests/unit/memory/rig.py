@@ -10,14 +10,12 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Copy, CopyStream, Direction, PageRun
 from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.kv_extents import Place
-from gpupoold.memory.pages import PagePool
+from gpupoold.memory.kv_extents import KvGeometry, KvRow, Place
+from gpupoold.memory.pages import AddressRange, PagePool
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.ledger import MemoryLedger

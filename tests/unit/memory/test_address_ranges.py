@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import OutOfPages
 from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.pages import AddressRange
 from tests.unit.memory.rig import PAGE, Rig, pattern, read, write
 
 

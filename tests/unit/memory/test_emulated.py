@@ -13,7 +13,7 @@ from gpupoold.memory import libc
 from gpupoold.memory.contracts import PageRun
 from gpupoold.memory.emulated import EmulatedDevice, default_page_bytes
 from gpupoold.memory.host import HostBuffer
-from gpupoold.memory.memfd import available_bytes, create_memfd
+from gpupoold.memory.libc import available_bytes, create_memfd
 from tests.unit.descriptors import open_descriptors, opened_since
 from tests.unit.memory.rig import PAGE, Rig, pattern, read, write
 

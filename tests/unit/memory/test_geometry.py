@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.memory.geometry import KvGeometry, KvRow, in_whole_extents
+from gpupoold.memory.kv_extents import KvGeometry, KvRow, in_whole_extents
 from tests.unit.memory.rig import LAYOUTS, PAGE, geometry_of
 
 

@@ -8,9 +8,8 @@ import threading
 import pytest
 
 from gpupoold.memory.contracts import OutOfPages
-from gpupoold.memory.geometry import KvGeometry
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.kv_extents import KvGeometry, Place
 from tests.unit.memory.ledger import MemoryLedger
 from tests.unit.memory.rig import LAYOUTS, PAGE, Rig, fill_blocks, geometry_of, read_block
 
@@ -32,11 +31,11 @@ def check(rig: Rig, *kvs: KvMemory) -> None:
 def test_the_engine_gets_only_backed_blocks(rig: Rig, layout: str) -> None:
     kv, ledger = rig.kv(geometry_of(layout))
     assert (ledger.num_free, kv.resident_bytes) == (0, 0)
-    assert kv.extents(Place.UNMAPPED) == all_extents(kv)
+    assert kv.index.extents(Place.UNMAPPED) == all_extents(kv)
     kv.map([1, 2])
     backed = [*kv.geometry.blocks(1), *kv.geometry.blocks(2)]
     assert sorted(ledger.allocate(ledger.num_free)) == backed
-    assert kv.extents(Place.DEVICE) == [1, 2]
+    assert kv.index.extents(Place.DEVICE) == [1, 2]
     check(rig, kv)
 
 
@@ -97,7 +96,7 @@ def test_out_and_in_again_at_other_pages(rig: Rig, layout: str) -> None:
     assert (kv.resident_bytes, rig.pool.num_free) == (0, 64)
     assert kv.host_bytes == rig.host.used_bytes > 0
     rig.soil()
-    for extent in reversed(kv.extents(Place.HOST)):
+    for extent in reversed(kv.index.extents(Place.HOST)):
         rig.page_in(kv, extent)
         check(rig, kv)
     assert {block: read_block(kv, block) for block in live} == written
@@ -112,8 +111,8 @@ def test_neighbours_stay_intact_while_a_extent_is_out(rig: Rig, layout: str) -> 
     written = fill_blocks(kv, ledger.allocate(ledger.num_free), "n")
     for extent in (extent for extent in all_extents(kv) if kv.live_blocks(extent)):
         rig.page_out(kv, extent)
-        assert kv.extents(Place.HOST) == [extent]
-        there = [b for c in kv.extents(Place.DEVICE) for b in kv.live_blocks(c)]
+        assert kv.index.extents(Place.HOST) == [extent]
+        there = [b for c in kv.index.extents(Place.DEVICE) for b in kv.live_blocks(c)]
         assert all(read_block(kv, block) == written[block] for block in there)
         rig.soil()
         rig.page_in(kv, extent)
@@ -136,13 +135,13 @@ def test_blocks_that_do_not_travel_show_nothing_of_another_model(rig: Rig) -> No
 def test_free_extents_are_those_without_a_live_block(rig: Rig) -> None:
     kv, ledger = rig.kv(geometry_of("layers-outermost"))
     kv.map([0, 1, 2, 3])
-    assert kv.free_extents() == [3, 2, 1, 0]
+    assert kv.index.idle() == [3, 2, 1, 0]
     blocks = ledger.allocate(2)  # block 1 in extent 0, block 2 in extent 1
-    assert kv.free_extents() == [3, 2]
+    assert kv.index.idle() == [3, 2]
     ledger.release(blocks[:1])
-    assert kv.free_extents() == [3, 2, 0]
+    assert kv.index.idle() == [3, 2, 0]
     kv.unmap([3, 0])
-    assert kv.extents(Place.DEVICE) == [1, 2]
+    assert kv.index.extents(Place.DEVICE) == [1, 2]
     check(rig, kv)
 
 
@@ -180,7 +179,7 @@ def test_blocks_of_a_request_that_ended_outside_stay_with_us(rig: Rig) -> None:
     ledger.release(blocks[:1])
     assert ledger.num_free == 1
     kv.discard_dead()
-    assert kv.extents(Place.HOST) == [1]  # the other block is still live
+    assert kv.index.extents(Place.HOST) == [1]  # the other block is still live
     assert (ledger.num_free, ledger.reuse("prefix")) == (0, None)
     check(rig, kv)
     rig.soil()
@@ -198,7 +197,7 @@ def test_discard_dead_frees_the_host_and_holds_the_blocks(rig: Rig) -> None:
         rig.page_out(kv, extent)
     ledger.release(blocks[:2])
     kv.discard_dead()
-    assert (kv.extents(Place.UNMAPPED)[:2], kv.extents(Place.HOST)) == ([0, 1], [2])
+    assert (kv.index.extents(Place.UNMAPPED)[:2], kv.index.extents(Place.HOST)) == ([0, 1], [2])
     assert ledger.num_free == 0
     assert ledger.reuse("prefix") is None
     ledger.release(blocks[2:])
@@ -216,7 +215,7 @@ def test_host_cache_full_changes_nothing() -> None:
     written = fill_blocks(kv, ledger.allocate(4), "f")
     before = rig.pool.num_free
     assert not rig.page_out(kv, 1)
-    assert kv.extents(Place.DEVICE) == [1, 2]
+    assert kv.index.extents(Place.DEVICE) == [1, 2]
     assert (rig.pool.num_free, rig.host.used_bytes) == (before, 0)
     assert {block: read_block(kv, block) for block in written} == written
     check(rig, kv)
@@ -229,7 +228,7 @@ def test_a_extent_without_live_blocks_needs_no_host_room() -> None:
     kv.map([1])
     assert rig.page_out(kv, 1)
     assert rig.pool.num_free == 64
-    assert kv.extents(Place.HOST) == []
+    assert kv.index.extents(Place.HOST) == []
     assert ledger.num_free == 0
     rig.close()
 
@@ -246,7 +245,7 @@ def test_no_pages_to_come_back_to_changes_nothing(rig: Rig, layout: str) -> None
     with pytest.raises(OutOfPages):
         rig.page_in(kv, 2)
     assert (rig.pool.num_free, rig.host.used_bytes) == before
-    assert kv.extents(Place.HOST) == [2]
+    assert kv.index.extents(Place.HOST) == [2]
     check(rig, kv)
     other.drop(range(other.num_mapped))
     rig.page_in(kv, 2)
@@ -258,7 +257,7 @@ def test_no_pages_to_back_with_changes_nothing(rig: Rig) -> None:
     rig.address_range(64).retain(range(64 - 7))
     with pytest.raises(OutOfPages):
         kv.map([1, 2, 3])
-    assert kv.extents(Place.DEVICE) == []
+    assert kv.index.extents(Place.DEVICE) == []
     assert (ledger.num_free, rig.pool.num_free) == (0, 7)
     check(rig, kv)
 
@@ -274,10 +273,10 @@ def test_two_models_take_turns_on_a_full_device() -> None:
             rig.page_out(kv, extent)
     for turn in range(4):
         kv, _ = models[turn % 2]
-        for extent in kv.extents(Place.HOST):
+        for extent in kv.index.extents(Place.HOST):
             rig.page_in(kv, extent)
         assert {b: read_block(kv, b) for b in written[turn % 2]} == written[turn % 2]
-        for extent in kv.extents(Place.DEVICE):
+        for extent in kv.index.extents(Place.DEVICE):
             rig.page_out(kv, extent)
     rig.close()
 
@@ -314,14 +313,14 @@ def test_a_extent_on_its_way_out_is_whole_until_it_is_out(rig: Rig) -> None:
     with rig.copies_held():
         kv.begin_page_out([1], rig.outs)
         kv.settle()
-        assert kv.extents(Place.LEAVING) == [1]
+        assert kv.index.extents(Place.LEAVING) == [1]
         assert kv.num_leaving_pages == 3
         assert not kv.is_on_device(live)
         assert ledger.num_free == 0
         assert read_block(kv, live[0]) == written[live[0]]
         check(rig, kv)
     rig.finish(kv)
-    assert (kv.extents(Place.HOST), kv.resident_bytes) == ([1], 0)
+    assert (kv.index.extents(Place.HOST), kv.resident_bytes) == ([1], 0)
 
 
 def test_what_was_leaving_stays_when_it_is_wanted_again(rig: Rig) -> None:
@@ -334,7 +333,7 @@ def test_what_was_leaving_stays_when_it_is_wanted_again(rig: Rig) -> None:
         # The first has been taken up by the thread, the second has not begun.
         threading.Timer(0.02, rig.out_copy_stream.allow).start()
         kv.stop(Place.LEAVING)
-    assert kv.extents(Place.DEVICE) == [1, 2]
+    assert kv.index.extents(Place.DEVICE) == [1, 2]
     assert kv.is_whole
     assert ledger.num_free == 1
     assert rig.host.used_bytes == 0
@@ -376,9 +375,9 @@ def test_what_was_arriving_stays_on_the_host_when_plans_change(rig: Rig) -> None
         kv.begin_page_in([2], rig.ins)
         threading.Timer(0.02, rig.in_copy_stream.allow).start()
         kv.stop(Place.ARRIVING)
-    assert 2 in kv.extents(Place.HOST)
+    assert 2 in kv.index.extents(Place.HOST)
     check(rig, kv)
-    for extent in kv.extents(Place.HOST):
+    for extent in kv.index.extents(Place.HOST):
         rig.page_in(kv, extent)
     assert {block: read_block(kv, block) for block in written} == written
 
@@ -406,7 +405,7 @@ def test_a_extent_whose_requests_end_under_way_is_let_go_when_it_has_come(
     rig.finish(kv)
     assert kv.is_whole
     assert rig.host.used_bytes == 0
-    assert kv.extents(Place.DEVICE) == ([] if leaving else [1])
+    assert kv.index.extents(Place.DEVICE) == ([] if leaving else [1])
     assert ledger.num_free == (0 if leaving else 2)
     check(rig, kv)
 
@@ -452,8 +451,8 @@ def test_what_the_host_has_no_room_for_stays() -> None:
     ledger.release([6, 7])  # all of extent 3
     with rig.copies_held():
         assert kv.begin_page_out([3, 1, 2], rig.outs) == 2
-        assert (kv.extents(Place.LEAVING), kv.extents(Place.DEVICE)) == ([1], [2])
-        assert 3 in kv.extents(Place.UNMAPPED)
+        assert (kv.index.extents(Place.LEAVING), kv.index.extents(Place.DEVICE)) == ([1], [2])
+        assert 3 in kv.index.extents(Place.UNMAPPED)
     rig.finish(kv)
     check(rig, kv)
     rig.close()
@@ -468,7 +467,7 @@ def test_a_copy_that_fails_leaves_the_extent_where_it_was(rig: Rig) -> None:
         rig.page_out(kv, 1)
     with contextlib.suppress(OSError):
         kv.settle()
-    assert kv.extents(Place.DEVICE) == [1]
+    assert kv.index.extents(Place.DEVICE) == [1]
     check(rig, kv)
     rig.page_out(kv, 1)
     rig.soil()
@@ -477,7 +476,7 @@ def test_a_copy_that_fails_leaves_the_extent_where_it_was(rig: Rig) -> None:
         rig.page_in(kv, 1)
     with contextlib.suppress(OSError):
         kv.settle()
-    assert kv.extents(Place.HOST) == [1]
+    assert kv.index.extents(Place.HOST) == [1]
     check(rig, kv)
     rig.page_in(kv, 1)
     assert {block: read_block(kv, block) for block in written} == written

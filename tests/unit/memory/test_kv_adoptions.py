@@ -64,7 +64,7 @@ def test_beside_others_and_out_again(layout: str) -> None:
     pair.bring_in()
     expected = own | dict(zip(attached, (pair.written[one] for one in blocks), strict=True))
     assert {block: read_block(pair.kv, block) for block in expected} == expected
-    for extent in pair.kv.extents(Place.DEVICE):
+    for extent in pair.kv.index.extents(Place.DEVICE):
         pair.target.page_out(pair.kv, extent)
     assert (pair.kv.resident_bytes, pair.kv.peer_host_bytes) == (0, 0)
     pair.bring_in()
@@ -122,7 +122,7 @@ def test_a_request_that_ends_before_they_came(pair: Pair) -> None:
     pair.kv.discard_dead()
     assert pair.num_freed == 1
     assert pair.kv.is_whole
-    assert pair.kv.extents(Place.UNMAPPED) == all_extents(pair.kv)
+    assert pair.kv.index.extents(Place.UNMAPPED) == all_extents(pair.kv)
     assert pair.ledger.num_free == 0
     check(pair.target, pair.kv)
 
@@ -130,7 +130,7 @@ def test_a_request_that_ends_before_they_came(pair: Pair) -> None:
 def test_a_request_that_ends_while_they_come(pair: Pair) -> None:
     attached = pair.attach_slot([2, 3, 4, 5])
     with pair.target.copies_held():
-        pair.kv.begin_page_in([pair.kv.extents(Place.HOST)[0]], pair.target.ins)
+        pair.kv.begin_page_in([pair.kv.index.extents(Place.HOST)[0]], pair.target.ins)
         pair.ledger.release(attached)
         pair.kv.discard_dead()
         assert (pair.num_freed, pair.ledger.num_free) == (0, 0)  # they are being read
@@ -145,10 +145,10 @@ def test_what_is_called_back_comes_later(pair: Pair) -> None:
     blocks = [9, 8, 7, 6]
     attached = pair.attach_slot(blocks)
     with pair.target.copies_held():
-        pair.kv.begin_page_in([pair.kv.extents(Place.HOST)[0]], pair.target.ins)
+        pair.kv.begin_page_in([pair.kv.index.extents(Place.HOST)[0]], pair.target.ins)
         open_later(pair.target.in_copy_stream)
         pair.kv.stop(Place.ARRIVING)
-    assert pair.num_freed == len(pair.kv.extents(Place.DEVICE)[:1])
+    assert pair.num_freed == len(pair.kv.index.extents(Place.DEVICE)[:1])
     pair.bring_in()
     assert pair.num_freed == 1
     assert [read_block(pair.kv, one) for one in attached] == [pair.written[b] for b in blocks]
@@ -159,7 +159,7 @@ def test_a_copy_that_fails_can_be_made_again(pair: Pair) -> None:
     attached = pair.attach_slot(blocks)
     pair.target.in_copy_stream.error = OSError("the link is broken")
     with pytest.raises(OSError, match="the link is broken"):
-        pair.target.page_in(pair.kv, pair.kv.extents(Place.HOST)[0])
+        pair.target.page_in(pair.kv, pair.kv.index.extents(Place.HOST)[0])
     with contextlib.suppress(OSError):
         pair.kv.settle()
     assert (pair.num_freed, pair.kv.is_on_device(attached)) == (0, False)
@@ -193,7 +193,7 @@ def test_of_the_same_cache(rig: Rig) -> None:
     attached = other.attach_slot(slot, 2)
     assert attached is not None
     assert (other.peer_host_bytes, other.host_bytes) == (0, rig.host.used_bytes)
-    rig.page_in(other, other.extents(Place.HOST)[0])
+    rig.page_in(other, other.index.extents(Place.HOST)[0])
     assert [read_block(other, block) for block in attached] == [written[4], written[3]]
     assert rig.host.used_bytes == 0
     ledger.release(attached)

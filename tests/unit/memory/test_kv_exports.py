@@ -52,14 +52,14 @@ def test_blocks_are_kept_until_they_have_been_copied(rig: Rig) -> None:
         ledger.release(blocks)
         kv.discard_dead()
         kv.settle()
-        assert (ledger.num_free, kv.free_extents(), told) == (0, [], [])
+        assert (ledger.num_free, kv.index.idle(), told) == (0, [], [])
         assert {block: read_block(kv, block) for block in blocks} == {
             block: written[block] for block in blocks
         }
     transfer.wait()
-    assert (ledger.num_free, kv.free_extents()) == (0, [])  # until somebody takes note
+    assert (ledger.num_free, kv.index.idle()) == (0, [])  # until somebody takes note
     kv.settle()
-    assert (ledger.num_free, kv.free_extents(), told) == (2, [1], [True])
+    assert (ledger.num_free, kv.index.idle(), told) == (2, [1], [True])
     assert in_slot(slot) == row_by_row(kv, written, blocks)
     slot.free()
     check(rig, kv)
@@ -73,11 +73,11 @@ def test_blocks_on_the_host_are_kept_as_long(rig: Rig) -> None:
         slot, transfer, _ = export(rig, kv, [2, 4])  # one there, one here
         ledger.release([2, 3, 4])
         kv.discard_dead()
-        assert kv.extents(Place.HOST) == [1]
+        assert kv.index.extents(Place.HOST) == [1]
         check(rig, kv)
     transfer.wait()
     kv.settle_exports()
-    assert (kv.extents(Place.HOST), kv.extents(Place.UNMAPPED)) == ([], [1])
+    assert (kv.index.extents(Place.HOST), kv.index.extents(Place.UNMAPPED)) == ([], [1])
     assert rig.host.used_bytes == used  # now of the copy
     assert in_slot(slot) == row_by_row(kv, written, [2, 4])
     slot.free()
@@ -95,7 +95,7 @@ def test_pages_stay_until_they_have_been_copied(rig: Rig) -> None:
     assert told == [True]
     rig.finish(kv)
     rig.soil()
-    assert (kv.extents(Place.UNMAPPED), kv.extents(Place.HOST)) == ([1], [2])
+    assert (kv.index.extents(Place.UNMAPPED), kv.index.extents(Place.HOST)) == ([1], [2])
     assert in_slot(slot) == row_by_row(kv, written, [2, 3])
     slot.free()
     check(rig, kv)
@@ -148,7 +148,7 @@ def test_what_is_on_its_way_is_called_back(rig: Rig, leaving: bool) -> None:
     slot, transfer, _ = export(rig, kv, [5, 2, 4, 3])
     transfer.wait()
     assert in_slot(slot) == row_by_row(kv, written, [5, 2, 4, 3])
-    assert kv.extents(Place.LEAVING) == kv.extents(Place.ARRIVING) == []
+    assert kv.index.extents(Place.LEAVING) == kv.index.extents(Place.ARRIVING) == []
     kv.settle()
     slot.free()
     check(rig, kv)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.memory import memfd
+from gpupoold.memory import libc
 
 SIZE = 8192
 
 
 def test_its_size_cannot_be_changed() -> None:
-    fd = memfd.create_memfd("test", SIZE)
+    fd = libc.create_memfd("test", SIZE)
     for num_bytes in (SIZE // 2, 2 * SIZE):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, num_bytes)
@@ -26,15 +26,15 @@ def test_its_size_cannot_be_changed() -> None:
 def test_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
-    monkeypatch.setattr(memfd, "_MEMINFO", meminfo)
+    monkeypatch.setattr(libc, "_MEMINFO", meminfo)
     with pytest.raises(OSError, match="test needs 8 KiB, 4 KiB is available"):
-        memfd.create_memfd("test", SIZE)
+        libc.create_memfd("test", SIZE)
 
 
 def test_more_than_the_control_group_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container: the machine has memory, and the kernel would kill the worker."""
-    monkeypatch.setattr(memfd, "memory_room_bytes", lambda: SIZE // 2)
+    monkeypatch.setattr(libc, "memory_room_bytes", lambda: SIZE // 2)
     with pytest.raises(OSError, match="test needs 8 KiB, 4 KiB is available"):
-        memfd.create_memfd("test", SIZE)
-    monkeypatch.setattr(memfd, "memory_room_bytes", lambda: None)
-    os.close(memfd.create_memfd("test", SIZE))
+        libc.create_memfd("test", SIZE)
+    monkeypatch.setattr(libc, "memory_room_bytes", lambda: None)
+    os.close(libc.create_memfd("test", SIZE))

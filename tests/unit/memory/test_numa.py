@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.memory import libc, numa
-from gpupoold.memory.numa import node_of, num_nodes, prefer_node
+from gpupoold.memory import libc
+from gpupoold.memory.libc import node_of, num_nodes, prefer_node
 
 
 @pytest.fixture(autouse=True)
 def _fresh_warning() -> None:
-    numa._warn_once.cache_clear()
+    libc._warn_once.cache_clear()
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_nodes_are_counted(tmp_path: Path) -> None:
 class TestPreferNode:
     @pytest.fixture(autouse=True)
     def _two_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(numa, "num_nodes", lambda: 2)
+        monkeypatch.setattr(libc, "num_nodes", lambda: 2)
 
     def test_the_kernel_knows_it_until_it_ends(self, thread: ThreadPoolExecutor) -> None:
         def run() -> None:
@@ -125,7 +125,7 @@ class TestPreferNode:
 
 
 def test_one_node_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa, "num_nodes", lambda: 1)
+    monkeypatch.setattr(libc, "num_nodes", lambda: 1)
     monkeypatch.delattr(libc, "set_mempolicy")
     with prefer_node(0):
         pass

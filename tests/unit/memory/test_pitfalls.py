@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Copy, CopyStream, Direction
 from gpupoold.memory.cuda import device as cuda_pinning
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv_extents import Place
-from gpupoold.memory.pages import PagePool
+from gpupoold.memory.pages import AddressRange, PagePool
 from gpupoold.memory.transfers import TransferQueue
 from tests.unit.memory.cuda.test_models import Model
 from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE, mapped
@@ -49,7 +48,7 @@ class Pair:
         return model.write(self.driver, model.ledger.allocate(4))
 
     def take_off(self, model: Model) -> None:
-        for extent in model.kv.extents(Place.DEVICE):
+        for extent in model.kv.index.extents(Place.DEVICE):
             model.kv.begin_page_out([extent], self.outs)
         model.finish()
         model.weights.evict()
@@ -135,7 +134,7 @@ def test_pitfall_04_a_model_that_goes_ends_its_copies_first(
     copy_streams = [UnendingCopyStream(device.open_copy_stream(Direction.IN)) for _ in range(2)]
     queues = [TransferQueue([copy_stream], "slow") for copy_stream in copy_streams]
     model.weights.begin_load(queues[0], 2)
-    model.kv.begin_page_in([model.kv.extents(Place.HOST)[0]], queues[1])
+    model.kv.begin_page_in([model.kv.index.extents(Place.HOST)[0]], queues[1])
     for copy_stream in copy_streams:
         copy_stream.has_begun.wait()
     assert len(driver.busy_streams) >= 2

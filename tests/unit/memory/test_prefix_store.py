@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpupoold.memory.geometry import KvRow
 from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.kv_extents import KvRow
 from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
 
 # Two layers: a block has 1 KiB and 3 KiB.

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.memory.geometry import KvRow
 from gpupoold.memory.host import KvHostCache
-from gpupoold.memory.prefix_fetcher import PrefixFetcher
+from gpupoold.memory.kv_extents import KvRow
 from gpupoold.memory.prefix_files import PrefixFiles, PrefixWriter, remove_files
-from gpupoold.memory.prefix_peers import PeerPrefixes
 from gpupoold.memory.prefix_store import PrefixStore
 from gpupoold.memory.prefix_table import CacheBytes, owner_of, owners_of
+from gpupoold.memory.prefix_tiers import PeerPrefixes, PrefixFetcher
 from gpupoold.memory.slabs import BlockPlace
 from tests.unit.memory.test_prefix_store import content_of, fill, long_keys, write
 

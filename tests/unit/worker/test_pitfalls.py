@@ -13,18 +13,17 @@ torch = pytest.importorskip("torch", reason="the engine is not installed")
 
 from torch import Tensor, nn  # noqa: E402
 
-from gpupoold.memory.address_ranges import AddressRange  # noqa: E402
 from gpupoold.memory.contracts import Direction  # noqa: E402
 from gpupoold.memory.cuda.device import CudaDevice  # noqa: E402
 from gpupoold.memory.cuda.driver import CudaError  # noqa: E402
 from gpupoold.memory.emulated import EmulatedDevice  # noqa: E402
 from gpupoold.memory.host import HostBuffer  # noqa: E402
 from gpupoold.memory.kv_extents import Place  # noqa: E402
-from gpupoold.memory.pages import PagePool  # noqa: E402
+from gpupoold.memory.pages import AddressRange, PagePool  # noqa: E402
 from gpupoold.memory.transfers import TransferQueue  # noqa: E402
 from gpupoold.memory.weights import WeightMemory  # noqa: E402
 from gpupoold.wire.messages import RunTurn  # noqa: E402
-from gpupoold.worker.turns.ledger import Orders  # noqa: E402
+from gpupoold.worker.turns.requests import Orders  # noqa: E402
 from gpupoold.worker.weights import tensors  # noqa: E402
 from gpupoold.worker.weights.loading import ModelLoad  # noqa: E402
 from tests.unit.memory.fake_cuda import FakeCuda  # noqa: E402
@@ -238,7 +237,7 @@ def test_pitfall_30_the_null_block_is_there_whenever_a_model_runs(tight_box: Box
     box.ask("b", 3)  # a's KV leaves
     box.switch_in("a")  # b's KV leaves, so that pages are short while a's comes
     assert box.models["a"].is_ready()
-    assert 0 in box.models["a"].kv.extents(Place.DEVICE)
+    assert 0 in box.models["a"].kv.index.extents(Place.DEVICE)
 
 
 def test_pitfall_31_kv_is_sized_by_the_device_not_by_what_is_free(device: EmulatedDevice) -> None:

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from gpupoold.errors import Failed
 from gpupoold.latency.models import DecodeBatch, LinearDecode, LinearPrefill, PrefillModel
 from gpupoold.latency.stored import Profile
-from gpupoold.memory.geometry import KvGeometry, KvRow
-from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.kv_extents import KvGeometry, KvRow, Place
 from gpupoold.wire.messages import LoadedModel, RequestProgress
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
@@ -214,7 +213,7 @@ Run = Callable[..., Profile | None]
 def assert_no_trace(engine: KnownEngine) -> None:
     """All blocks are held back again, without content; the engine has nothing to do."""
     assert not engine.has_requests()
-    assert engine.kv.extents(Place.UNMAPPED) == list(range(engine.kv.geometry.num_extents))
+    assert engine.kv.index.extents(Place.UNMAPPED) == list(range(engine.kv.geometry.num_extents))
     assert engine.ledger.cached() == {}
     assert engine.kv.resident_bytes == 0
 

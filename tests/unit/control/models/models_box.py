@@ -30,7 +30,7 @@ from gpupoold.control.weights.kept_snapshots import SavedSnapshots, SnapshotKeys
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import DeviceFacts, ModelName, ModelSpec, ModelState
 from gpupoold.errors import GpupoolError
-from gpupoold.memory.memfd import create_memfd
+from gpupoold.memory.libc import create_memfd
 from gpupoold.scheduling.policies.named import make_policy
 from gpupoold.system.activity import ActivityPage, ThreadPhase
 from gpupoold.system.systemd import FdStore, Notifier

@@ -13,7 +13,7 @@ import pytest
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
 from gpupoold.control.weights.kept_snapshots import Label, SnapshotKeys, StoredSnapshots, _sealed
 from gpupoold.domain import DeviceFacts, ModelName
-from gpupoold.memory.memfd import create_memfd
+from gpupoold.memory.libc import create_memfd
 from gpupoold.system.systemd import FdStore, NamedFd, Notifier
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 from tests.service_manager import FakeManager

@@ -12,7 +12,7 @@ import pytest
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotId
 from gpupoold.control.weights.kept_snapshots import SavedSnapshots, SnapshotKeys
 from gpupoold.domain import DeviceFacts, ModelName
-from gpupoold.memory.memfd import create_memfd
+from gpupoold.memory.libc import create_memfd
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 from tests.unit.descriptors import open_descriptors, opened_since
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 from gpupoold.control.weights import snapshot_files
 from gpupoold.control.weights.snapshot_files import SnapshotFiles
 from gpupoold.errors import Failed
-from gpupoold.memory import memfd
+from gpupoold.memory import libc
 from tests.unit.descriptors import open_descriptors, opened_since
 
 MIB = 1 << 20
@@ -250,7 +250,7 @@ def test_a_file_cut_while_it_is_read_is_deleted(
 
     def cut_and_create(name: str, num_bytes: int) -> int:
         os.truncate(folder / "k.snapshot", HEADER_BYTES + 20 * MIB)
-        return memfd.create_memfd(name, num_bytes)
+        return libc.create_memfd(name, num_bytes)
 
     monkeypatch.setattr(snapshot_files, "create_memfd", cut_and_create)
     assert files.load("k") is None
@@ -277,7 +277,7 @@ def test_an_snapshot_larger_than_memory_stays(
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemAvailable: 1024 kB\n")
     with monkeypatch.context() as patch:
-        patch.setattr(memfd, "_MEMINFO", meminfo)
+        patch.setattr(libc, "_MEMINFO", meminfo)
         assert files.load("k") is None
     assert "gpupool-snapshot needs 2 MiB, 1 MiB is available" in caplog.text
     assert loaded(files, "k") == bytes(2 * MIB)

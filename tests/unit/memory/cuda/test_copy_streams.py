@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpupoold.memory.contracts import Copy, Direction, PageRun
-from gpupoold.memory.cuda import copy_stream as cuda_copy_stream, device as cuda_device
-from gpupoold.memory.cuda.copy_stream import CudaCopyStream
+from gpupoold.memory.cuda import device as cuda_device, driver as cuda_copy_stream
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.cuda.driver import CudaError
+from gpupoold.memory.cuda.driver import CudaCopyStream, CudaError
 from gpupoold.memory.host import HostBuffer
 from tests.unit.memory.cuda_rig import (
     COMPUTE,

@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Direction, OutOfPages
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.geometry import KvGeometry, KvRow
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.kv_extents import Place
-from gpupoold.memory.pages import PagePool
+from gpupoold.memory.kv_extents import KvGeometry, KvRow, Place
+from gpupoold.memory.pages import AddressRange, PagePool
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.cuda_rig import COMPUTE, PAGE
@@ -173,7 +171,7 @@ def test_kv_is_paged_out_and_in_while_its_pages_serve_another_model(
     two.kv.unmap([3, 2, 1, 0])
     two.weights.evict()
     one.weights.load()
-    for extent in one.kv.extents(Place.HOST):
+    for extent in one.kv.index.extents(Place.HOST):
         one.kv.begin_page_in([extent], queues[Direction.IN])
     one.finish()
     for address, data in written.items():

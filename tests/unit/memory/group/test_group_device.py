@@ -13,16 +13,14 @@ import pytest
 
 from gpupoold.errors import Failed
 from gpupoold.memory import libc
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Copy, Direction, PageRun
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.group.follower import FollowerMemory
-from gpupoold.memory.group.link import Link, RankLost
-from gpupoold.memory.group.orders import OrderBook, OrderCount, run_files, run_orders
+from gpupoold.memory.group.link import Link, OrderBook, OrderCount, RankLost, run_files, run_orders
 from gpupoold.memory.host import KvHostCache
-from gpupoold.memory.memfd import create_memfd
-from gpupoold.memory.pages import PagePool
+from gpupoold.memory.libc import create_memfd
+from gpupoold.memory.pages import AddressRange, PagePool
 
 NUM_PAGES = 16
 PAGE_BYTES = 64 << 10

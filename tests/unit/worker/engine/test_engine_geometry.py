@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
-from gpupoold.memory.geometry import KvRow
+from gpupoold.memory.kv_extents import KvRow
 from gpupoold.worker.engine import engine
 
 NUM_BLOCKS = 8

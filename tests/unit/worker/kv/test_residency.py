@@ -168,7 +168,9 @@ def test_kv_leaves_for_a_switch_and_comes_back(tight_box: Box) -> None:
     written = box.ask("a", 3)
     box.switch_in("b")
     more = box.ask("b", 3)  # a's weights alone do not make the room
-    assert box.models["a"].kv.extents(Place.LEAVING) + box.models["a"].kv.extents(Place.HOST)
+    assert box.models["a"].kv.index.extents(Place.LEAVING) + box.models["a"].kv.index.extents(
+        Place.HOST
+    )
     box.residency.check_integrity()
     box.switch_in("a")
     assert box.models["a"].is_ready()
@@ -341,7 +343,7 @@ class TestWithoutRoom:
         for _ in range(5):
             tight_box.residency.ensure_kv("a")
         assert plans == []
-        model.kv.unmap(model.kv.free_extents()[:1])
+        model.kv.unmap(model.kv.index.idle()[:1])
         tight_box.residency.ensure_kv("a")
         assert plans
         tight_box.residency.ensure_kv("a")

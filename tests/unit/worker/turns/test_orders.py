@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpupoold.wire.messages import RunTurn
-from gpupoold.worker.turns.ledger import Orders
+from gpupoold.worker.turns.requests import Orders
 
 
 def test_a_dropped_turn_leaves_nothing_and_may_be_ordered_again() -> None:

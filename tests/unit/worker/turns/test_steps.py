@@ -22,9 +22,8 @@ from gpupoold.wire import messages as m
 from gpupoold.wire.channel import FrameTooLong
 from gpupoold.worker.engine.grammars import GrammarRefusal
 from gpupoold.worker.engine.steps import Step
-from gpupoold.worker.turns import steps as turn_steps
-from gpupoold.worker.turns.ledger import RequestLedger
-from gpupoold.worker.turns.steps import TurnSteps, may_come_between
+from gpupoold.worker.turns import requests as turn_steps
+from gpupoold.worker.turns.requests import RequestLedger, TurnSteps, may_come_between
 
 DRAFTS = m.DraftCounts(1, 4, 2)
 

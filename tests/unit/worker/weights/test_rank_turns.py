@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 
-from gpupoold.memory.group.link import Link, RankLost
-from gpupoold.memory.group.orders import OrderBook, OrderCount, run_orders
+from gpupoold.memory.group.link import Link, OrderBook, OrderCount, RankLost, run_orders
 from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.weights.rank_loads import FollowerTurns, LeaderTurns
 

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.memory.address_ranges import AddressRange
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer
-from gpupoold.memory.pages import PagePool
-from gpupoold.memory.weights import WeightMemory
+from gpupoold.memory.pages import AddressRange, PagePool
+from gpupoold.memory.weights import Snapshots, WeightMemory
 from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken
-from gpupoold.worker.weights.snapshots import Snapshots
 from tests.unit.memory.fake_cuda import FakeCuda
 from tests.unit.memory.rig import PAGE, pattern, write
 

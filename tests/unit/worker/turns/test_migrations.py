@@ -17,7 +17,7 @@ from gpupoold.memory.kv_transfers import Arrival, PeerSlot
 from gpupoold.memory.transfers import Transfer
 from gpupoold.wire import messages as m
 from gpupoold.worker.engine.block_demand import ComputedKv
-from gpupoold.worker.kv.migrations import KvMigrations
+from gpupoold.worker.turns.requests import KvMigrations
 from tests.unit.memory.cuda_rig import NUM_PAGES, PAGE
 from tests.unit.memory.fake_cuda import FakeCuda
 from tests.unit.memory.ledger import MemoryLedger

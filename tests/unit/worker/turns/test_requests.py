@@ -7,7 +7,7 @@ import math
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.worker.turns.ledger import RequestLedger
+from gpupoold.worker.turns.requests import RequestLedger
 
 
 class Engines:

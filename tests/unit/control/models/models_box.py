@@ -10,10 +10,10 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from gpupool_state import History, Registry
+from gpupoold.checkpoints.survey import encoded
 from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.frontends import Frontends
@@ -22,8 +22,8 @@ from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.models.snapshots import ModelSnapshots
-from gpupoold.control.processes.child import ForkServer, Launch, execute
-from gpupoold.control.processes.supervised import ProcessHandlers
+from gpupoold.control.processes.child import ForkServer, Launch
+from gpupoold.control.processes.supervised import ProcessHandlers, Timing
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.kept_snapshots import SavedSnapshots, SnapshotKeys, StoredSnapshots
@@ -36,10 +36,13 @@ from gpupoold.system.activity import ActivityPage, ThreadPhase
 from gpupoold.system.systemd import FdStore, Notifier
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
+from gpupoold.worker.inspection.__main__ import _found
 from tests.unit.control.loaded import loaded
 
 PAGE = 4096
 TIMEOUT_S = 20
+QUICK_TIME = Timing(sleep=lambda wait_s: asyncio.sleep(wait_s / 20))
+"""Workers that end are started again without long waits."""
 LAYOUT = "layout"
 
 
@@ -136,11 +139,11 @@ class PlayedWorker:
 class PlayedInspector(Inspector):
     """The process with vLLM's own classes: what it was asked to check, and where files were.
 
-    Files are read by the real process.
+    Files are read in a thread, as a process would (``tests/functional/test_inspection.py``).
     """
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(settings, cast(ForkServer, SimpleNamespace(fork=execute)))
+        super().__init__(settings, ForkServer(settings, {}, ()))
         self.asked: list[tuple[str, list[str]]] = []
         self.error: GpupoolError | None = None
         self.undivided: dict[int, str] = {}
@@ -154,6 +157,10 @@ class PlayedInspector(Inspector):
 
     async def check_chat(self, spec: ModelSpec) -> None:
         """Accept every template."""
+
+    async def _ask(self, name: str, order: m.ToInspection) -> m.Inspected:
+        assert not isinstance(order, m.Inspect)
+        return m.Inspected(result=encoded(await asyncio.to_thread(_found, order)))
 
 
 class ServedModels:
@@ -242,7 +249,7 @@ class ModelsBox:
         self.saved = SavedSnapshots(folder / "snapshots", 1 << 20, keys)
         self.fleet = Fleet(self.cache, degrees=self.degrees)
         self.supervisor = WorkerSupervisor(
-            settings, ForkServer(settings, {}, ()), self.fleet.hosts, self._start
+            settings, ForkServer(settings, {}, ()), self.fleet.hosts, self._start, QUICK_TIME
         )
         self.frontends = ServedModels()
         self.inspector = PlayedInspector(settings)

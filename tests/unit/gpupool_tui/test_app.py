@@ -30,6 +30,12 @@ from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 NAMES = ("alpha", "beta", "gamma")
 
 
+@pytest.fixture(autouse=True)
+def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each key wait in steps of 4 ms, not of 20 ms, until the application is idle."""
+    monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", 0.004)
+
+
 @pytest.fixture
 def busy(daemon: FakeDaemon) -> FakeDaemon:
     """A daemon with three models, two requests, turns and events."""

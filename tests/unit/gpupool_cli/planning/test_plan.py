@@ -24,7 +24,7 @@ FIELDS = {
     *("changes", "requests_refused", "requests_cut", "requests_never_begun", "notes"),
     *("num_runs", "wall_s", "confidence", "fixed_roles", "fixed_roles_tried"),
 }
-SHORT = ("--duration", "60s")
+SHORT = ("--duration", "30s")
 
 
 @pytest.fixture

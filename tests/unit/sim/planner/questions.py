@@ -16,13 +16,13 @@ SMALL_SHAPES = ("Yi-1.5-6B", "Qwen2.5-7B", "Llama-2-7B")
 def question(
     devices: str, num_models: int, rps: float, targets: Targets | None = None, **changes: object
 ) -> PlanQuestion:
-    """Small models with Poisson arrivals for two minutes."""
+    """Small models with Poisson arrivals for a minute."""
     box = parse_box(devices)
     targets = targets or Targets()
     models = box_models(box, num_models, targets, SMALL_SHAPES)
     asked = PlanQuestion(
         box,
-        poisson_load(dict.fromkeys(models, rps), 120.0),
+        poisson_load(dict.fromkeys(models, rps), 60.0),
         models,
         0.99,
         models_on=lambda other: box_models(other, num_models, targets, SMALL_SHAPES),

@@ -35,35 +35,60 @@ class _Order(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Order)
 
 
+class Command:
+    """A command that runs, ``gpupool`` with these arguments.
+
+    What is read when a module is imported, such as ``FORCE_COLOR``, has no effect.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], fds: Sequence[int]
+    ) -> None:
+        """``fds`` are the standard input, output and error output; the caller keeps them."""
+        order = msgspec.json.encode(_Order(list(arguments), dict(environment), os.getcwd()))
+        self._arguments = list(arguments)
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.connect(_server())
+        socket.send_fds(self._server, [order], fds)
+        self._pid = int(self._server.recv(100))
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Return the exit status; a negative number is a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: the command took too long, and was killed.
+        """
+        with self._server as server:
+            server.settimeout(timeout_s)
+            try:
+                status = server.recv(100)
+            except TimeoutError:
+                os.kill(self._pid, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(self._arguments, timeout_s) from None
+        return int(status) if status else -signal.SIGKILL
+
+
 def run_command(
     arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``gpupool`` with these arguments, and nothing on its standard input.
-
-    What is read when a module is imported, such as ``FORCE_COLOR``, has no effect.
+    """Run a :class:`Command` with nothing on its standard input.
 
     Raises:
-        subprocess.TimeoutExpired: the command took too long, and was killed.
+        subprocess.TimeoutExpired: see :meth:`Command.wait`; with the output.
     """
-    order = msgspec.json.encode(_Order(list(arguments), dict(environment), os.getcwd()))
     with (
         open(os.devnull) as stdin,
         tempfile.TemporaryFile("w+") as stdout,
         tempfile.TemporaryFile("w+") as stderr,
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server,
     ):
-        server.settimeout(timeout_s)
-        server.connect(_server())
-        socket.send_fds(server, [order], [one.fileno() for one in (stdin, stdout, stderr)])
-        pid = int(server.recv(100))
+        command = Command(arguments, environment, [one.fileno() for one in (stdin, stdout, stderr)])
         try:
-            status = server.recv(100)
-        except TimeoutError:
-            os.kill(pid, signal.SIGKILL)
-            raise subprocess.TimeoutExpired(arguments, timeout_s, _text(stdout)) from None
-        returncode = int(status) if status else -signal.SIGKILL
-        command = ["gpupool", *arguments]
-        return subprocess.CompletedProcess(command, returncode, _text(stdout), _text(stderr))
+            status = command.wait(timeout_s)
+        except subprocess.TimeoutExpired as late:
+            late.output = _text(stdout)
+            raise
+        said = ["gpupool", *arguments]
+        return subprocess.CompletedProcess(said, status, _text(stdout), _text(stderr))
 
 
 def _text(file: IO[str]) -> str:
@@ -125,6 +150,11 @@ def _become(order: _Order, fds: Sequence[int], client: socket.socket) -> NoRetur
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):  # a terminal cannot seek
+        of = getattr(sys, name)
+        buffering = 1 if name == "stderr" else -1
+        stream = open(number, of.mode, buffering, of.encoding, of.errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
     os.environ.clear()
     os.environ.update(order.environment)
     os.chdir(order.folder)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
 from collections.abc import Mapping
 from typing import Literal
 
-from tests.unit.gpupool_cli.conftest import command
+from tests.support.command_server import Command
 
 
 def run_on_terminal(
@@ -17,15 +16,20 @@ def run_on_terminal(
     """Exit status, and what ``stream`` put on a terminal of 100 columns; the other goes nowhere."""
     # A bar needs a terminal whose cursor moves; on one whose cursor does not, text is plain.
     term = "dumb" if stream == "stdout" else "xterm"
+    variables = {**environment, "COLUMNS": "100", "TERM": term, "NO_COLOR": "1"}
+    return shown_on_terminal(variables, *arguments, streams=(stream,))
+
+
+def shown_on_terminal(
+    environment: Mapping[str, str], *arguments: str, streams: tuple[str, ...] = ("stdout", "stderr")
+) -> tuple[int, str]:
+    """Exit status, and what the streams put on a terminal; others go nowhere."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        command(*arguments),
-        env={**environment, "COLUMNS": "100", "TERM": term, "NO_COLOR": "1"},
-        stdin=theirs,
-        stdout=theirs if stream == "stdout" else subprocess.DEVNULL,
-        stderr=theirs if stream == "stderr" else subprocess.DEVNULL,
-    )
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    outputs = [theirs if name in streams else nowhere for name in ("stdout", "stderr")]
+    command = Command(arguments, environment, [theirs, *outputs])
     os.close(theirs)
+    os.close(nowhere)
     shown = b""
     try:
         while piece := os.read(ours, 65536):
@@ -33,4 +37,4 @@ def run_on_terminal(
     except OSError:  # Linux's way to say that the other end is closed
         pass
     os.close(ours)
-    return process.wait(60), shown.decode()
+    return command.wait(), shown.decode()

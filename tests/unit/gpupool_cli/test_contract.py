@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
-import select
 import subprocess
 import sys
 
@@ -16,26 +14,15 @@ from gpupool_cli.diagnostics import ExitCode
 from gpupoold.errors import ALL_ERRORS
 from tests.unit.gpupool_cli.conftest import ROOT, Cli, ProcessCli, command
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
+from tests.unit.gpupool_cli.terminal import shown_on_terminal
 
 
 def _on_a_terminal(args: list[str], environment: dict[str, str]) -> str:
     """What a terminal shows of a CLI process: stdout and stderr together."""
-    ours, theirs = pty.openpty()
     variables = {"COLUMNS": "120", "TERM": "xterm-256color"} | environment
-    process = subprocess.Popen(
-        command(*args), env=variables, stdin=theirs, stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    shown = b""
-    while select.select([ours], [], [], 20)[0]:
-        try:
-            piece = os.read(ours, 65536)
-        except OSError:  # Linux's way to say that the other end is closed
-            break
-        shown += piece
-    os.close(ours)
-    assert process.wait(20) == 0
-    return shown.decode()
+    status, shown = shown_on_terminal(variables, *args)
+    assert status == 0
+    return shown
 
 
 def test_every_error_has_an_exit_code() -> None:
@@ -177,15 +164,32 @@ def test_progress_on_a_terminal_shows_downloaded_bytes(
 
 
 def test_output_elsewhere_has_no_boxes_and_no_colours(
-    daemon: FakeDaemon, process_cli: ProcessCli
+    daemon: FakeDaemon, environment: dict[str, str]
 ) -> None:
     daemon.add("qwen-7b")
     daemon.tell("broke", level="error")
-    for verb in ("list", "ps", "switches", "events", "status", "version"):
-        result = process_cli(verb, FORCE_COLOR="1")
-        assert result.returncode == 0
-        assert result.stdout.isascii()
-        assert "\x1b" not in result.stdout
+    verbs = ("list", "ps", "switches", "events", "status", "version")
+    code = (
+        "import os, sys, gpupool_cli.main, typer.main\n"
+        "list(typer.main.get_command(gpupool_cli.main.app).commands.values())\n"
+        "for verb in sys.argv[1:]:\n"
+        "    sys.argv = ['gpupool', verb]\n"
+        "    if os.fork() == 0:\n"
+        "        gpupool_cli.main.main()\n"
+        "    assert os.wait()[1] == 0, verb\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, *verbs],
+        env=environment | {"FORCE_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "qwen-7b" in result.stdout
+    assert "broke" in result.stdout
+    assert result.stdout.isascii()
+    assert "\x1b" not in result.stdout
 
 
 def test_the_socket_option_wins_over_the_environment(

@@ -25,7 +25,7 @@ from benchmarks.families.make import TEMPLATES, make_family
 from benchmarks.families.page import page_text
 from benchmarks.families.plain import PlainVllm
 from benchmarks.families.table import FAMILIES, family_named
-from gpupoold.checkpoints.parsers.rules import ChatFormat, find_reasoning_parser, find_tool_parser
+from gpupoold.checkpoints.parsers import ChatFormat, find_reasoning_parser, find_tool_parser
 from gpupoold.wire.channel import ChannelClosed
 
 _ROOT = Path(__file__).resolve().parent.parent

@@ -14,9 +14,8 @@ from typing import Any, TypedDict
 from benchmarks.decision_times import decision_times_s
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
-from gpupoold.latency.hardware import hardware
 from gpupoold.latency.profiles import latency_for, measured_profiles
-from gpupoold.latency.shape import builtin_shape
+from gpupoold.latency.shape import builtin_shape, hardware
 from gpupoold.scheduling.demand import batch_velocity
 from gpupoold.scheduling.state import Speed
 from gpupoold.scheduling.velocity import RequestClass, costs_of, decoders_load, prefill_velocity

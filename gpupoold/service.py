@@ -30,14 +30,20 @@ from gpupoold.control.weights import kept_snapshots
 from gpupoold.doctor.machine import find_machine
 from gpupoold.engine_versions import drop_unlisted, set_platform
 from gpupoold.errors import Failed, GpupoolError
+from gpupoold.files import hint_to_write
 from gpupoold.logs.setup import start_logging
 from gpupoold.metrics.exposition import Exporter
-from gpupoold.system.folders import hint_to_write
 from gpupoold.system.http_protocol import Server, server_config
 from gpupoold.system.listeners import admin_listener, http_listener
 from gpupoold.system.process import raise_file_limit, settle_collector
-from gpupoold.system.service_manager import informed
-from gpupoold.system.systemd import Environment, FdStore, Inherited, Notifier, take_environment
+from gpupoold.system.systemd import (
+    Environment,
+    FdStore,
+    Inherited,
+    Notifier,
+    informed,
+    take_environment,
+)
 
 _logger = logging.getLogger("gpupoold")
 

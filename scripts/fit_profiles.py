@@ -31,12 +31,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from gpupoold.latency.errors import FitError
-from gpupoold.latency.fit import DecodeSample, FitQuality, PrefillSample, Weighting
-from gpupoold.latency.hardware import HardwareProfile, hardware
-from gpupoold.latency.models import ATTENTION_BLOCK_SIZE, DecodeBatch, LinearDecode, PrefillModel
+from gpupoold.latency.models import (
+    ATTENTION_BLOCK_SIZE,
+    DecodeBatch,
+    DecodeSample,
+    FitQuality,
+    LinearDecode,
+    PrefillModel,
+    PrefillSample,
+    Weighting,
+)
 from gpupoold.latency.profiles import COLUMNS
-from gpupoold.latency.shape import ModelShape, builtin_shape
+from gpupoold.latency.shape import FitError, HardwareProfile, ModelShape, builtin_shape, hardware
 from gpupoold.worker.fitting import fit_decode, fit_prefill
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "gpupoold/latency/measured.csv"

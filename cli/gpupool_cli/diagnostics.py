@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from gpupoold.errors import GpupoolError
-from gpupoold.printable import plain_problem, without_controls
+from gpupoold.units import plain_problem, without_controls
 
 
 def say(text: str) -> None:

@@ -25,8 +25,7 @@ from rich.text import Text
 
 from gpupoold.domain import Lateness
 from gpupoold.errors import UsageError
-from gpupoold.printable import clean, without_controls
-from gpupoold.units import format_bytes, format_duration
+from gpupoold.units import clean, format_bytes, format_duration, without_controls
 
 NOTHING = "-"
 _GAP = "  "

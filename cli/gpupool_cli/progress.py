@@ -21,7 +21,7 @@ from rich.progress import (
 
 from gpupool_cli.diagnostics import say
 from gpupoold.api.schemas_models import STAGE_WORDS, Progress, amount_text, speed_text, stage_text
-from gpupoold.printable import without_controls
+from gpupoold.units import without_controls
 
 _LINE_INTERVAL_S = 5.0
 _BAR_WIDTH = 20

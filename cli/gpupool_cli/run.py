@@ -25,8 +25,7 @@ from gpupool_cli.options import NameArgument, duration_s
 from gpupool_cli.progress import WaitView
 from gpupool_cli.session import open_client
 from gpupoold.errors import UsageError
-from gpupoold.printable import without_controls
-from gpupoold.units import format_duration
+from gpupoold.units import format_duration, without_controls
 
 _T = TypeVar("_T")
 

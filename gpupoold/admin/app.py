@@ -22,8 +22,8 @@ from gpupoold.api.admin_api import OPERATIONS, Operation
 from gpupoold.control.control_plane import ControlPlane
 from gpupoold.errors import Forbidden, GpupoolError, TimedOut, Unavailable, UsageError
 from gpupoold.metrics.exposition import Exporter
-from gpupoold.printable import plain_problem
 from gpupoold.system.http_protocol import BoundedHttp, unread_coding
+from gpupoold.units import plain_problem
 
 _PEER = "peer"
 _ERRORS: dict[HTTPStatus, type[GpupoolError]] = {

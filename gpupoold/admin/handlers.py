@@ -70,9 +70,9 @@ from gpupoold.control.operations import Configuration
 from gpupoold.control.views.bodies import ModelSums, Spans, fleet_models, span_s, usage_info
 from gpupoold.domain import Event, RemoveMode, RequestRecord, Role, Switch
 from gpupoold.errors import Failed, GpupoolError, UsageError
+from gpupoold.files import hint_to_write
 from gpupoold.logs.files import old_file
 from gpupoold.metrics.exposition import CONTENT_TYPE, Exporter
-from gpupoold.system.folders import hint_to_write
 
 # Age of the use of the GPUs that an answer may lack.
 FRESH_S = 2.0

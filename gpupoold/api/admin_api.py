@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 
 from pydantic import BaseModel, Field
 
-from gpupoold.access.rate_use import RateUse
+from gpupoold.access.rates import RateUse
 from gpupoold.api.schemas import (
     BatchInfo,
     CachedModel,

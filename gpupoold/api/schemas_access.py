@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from gpupoold.access.rate_use import RateUse
+from gpupoold.access.rates import RateUse
 from gpupoold.api.schemas import Body, PaceText
 from gpupoold.api_keys import KeyFacts, KeyPowers, KeyPriority
 

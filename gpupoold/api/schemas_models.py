@@ -15,7 +15,7 @@ from gpupoold.domain import (
     ModelDescription,
     Targets,
 )
-from gpupoold.latency.stored import StoredLatency
+from gpupoold.latency.models import StoredLatency
 from gpupoold.units import format_bytes, format_duration
 
 MAX_PEERS = 16

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gpupoold.checkpoints import layout
-from gpupoold.checkpoints.check import list_folder
-from gpupoold.checkpoints.files import read_json
+from gpupoold.checkpoints.check import check_numbers, list_folder
+from gpupoold.checkpoints.files import TensorEntry, read_json, read_tensors
 from gpupoold.checkpoints.manifest import require_complete
-from gpupoold.checkpoints.numbers import check_numbers
-from gpupoold.checkpoints.tensor_file import TensorEntry, read_tensors
 from gpupoold.errors import Refused
 
 MAX_RANK = 512

@@ -7,29 +7,31 @@ architecture.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gpupoold.checkpoints import layout
-from gpupoold.checkpoints.files import MAX_INDEX_VALUES, read_json
-from gpupoold.checkpoints.formats import check_format, check_kind
-from gpupoold.checkpoints.headers import RemoteWeights
-from gpupoold.checkpoints.manifest import require_complete
-from gpupoold.checkpoints.modules import check_modules
-from gpupoold.checkpoints.numbers import TensorFacts, check_against_tensors, check_numbers
-from gpupoold.checkpoints.tensor_file import (
+from gpupoold.checkpoints.files import (
     DTYPE_BITS,
+    MAX_INDEX_VALUES,
     MAX_TENSORS,
     Beginning,
     TensorEntry,
     elements_by_dtype,
+    read_json,
+    read_json_value,
     read_tensors,
 )
+from gpupoold.checkpoints.layout import MODULES_FILE, check_format, check_kind
+from gpupoold.checkpoints.manifest import RemoteWeights, require_complete
 from gpupoold.errors import Refused
-from gpupoold.system.folders import hint_to_read
+from gpupoold.files import hint_to_read
 
 TORCH_DTYPES = {
     "F64": "float64",
@@ -52,6 +54,52 @@ _MAX_LENGTH_KEYS = (
 )
 _NUM_NAMES_SHOWN = 5
 _TWO_VERSIONS = "the files are of different versions; fetch the checkpoint again"
+
+_MAX_MODULES = 32
+# Ends of the names of model classes without a language model's head.
+_POOLING_CLASSES = (
+    "Model",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForMaskedLM",
+    "ForRewardModeling",
+)
+_AGAIN = "fetch the checkpoint again, with its subfolders"
+# Kinds of modules with files that vLLM reads, by the last part of the type's name.
+_WITH_FILES = ("Pooling", "Dense")
+
+MAX_POSITIONS = 1 << 24
+"""Limit of a context in tokens, for which engines make tables; the longest known has 10 million."""
+_MAX_INTEGER = 1 << 62
+# Mamba's configurations have an infinite upper limit of time steps.
+_MAY_BE_INFINITE = frozenset({"time_step_limit"})
+# Transformers writes numbers that JSON does not have as ``{"__float__": "Infinity"}``.
+_FLOAT = "__float__"
+_POSITIVE = re.compile(r"rope_theta|\w*_theta|rope_local_base_freq|rotary_emb_base|rotary_base")
+_NOT_NEGATIVE = re.compile(
+    r"\w*_(?:eps|epsilon)|eps|temperature|top_p|min_p|repetition_penalty|lora_alpha"
+)
+# Minus one stands for "none" in some configurations.
+_COUNT = re.compile(r"(?:num|n)_\w+|\w*(?:size|dim|rank|positions?|layers|heads|embd|model)")
+_NO_COUNT = re.compile(r"\w*(?:model_type|base_model)\w*")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_PER_AXIS = (
+    "num_attention_heads",
+    "n_head",
+    "num_key_value_heads",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+# Configurations whose layers have tensors of their own only in part, or that name other
+# repositories with further weights.
+_PARTIAL = ("block_configs", "num_hidden_groups", "text_model_id", "audio_model_id")
+_INDEX = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_OTHERS = "use the original checkpoint: this file does not belong to these weights"
+_USE_ORIGINAL = "use the original checkpoint's file, or correct the number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,3 +410,175 @@ def _quantization(config: dict[str, Any]) -> str | None:
         if isinstance(settings := part.get("quantization_config"), dict):
             return str(settings.get("quant_method", "unknown"))
     return None
+
+
+def check_modules(path: Path) -> None:
+    """Check that the modules that ``modules.json`` lists are there; no such file is no error.
+
+    vLLM reads the pooling from a module's folder. Without the folder vLLM would pool in another way
+    and return wrong embeddings without an error.
+
+    Raises:
+        Refused: the file is no list of modules, or a module's folder has no ``config.json``.
+    """
+    file = path / MODULES_FILE
+    if not os.path.isfile(file):
+        return
+    for module in _modules(file):
+        kind, folder = str(module["type"]).rpartition(".")[2], module["path"]
+        if kind not in _WITH_FILES:
+            continue
+        relative = PurePosixPath(folder)
+        if relative.is_absolute() or ".." in relative.parts:
+            raise Refused(f"{file}: the folder {folder!r} is outside of the checkpoint", _AGAIN)
+        if not os.path.isfile(path / relative / "config.json"):
+            raise Refused(f"{path}: the module {folder!r} has no config.json", _AGAIN)
+
+
+def is_pooling(path: Path, architecture: str) -> bool:
+    """Return whether a checkpoint embeds, ranks or classifies, as vLLM decides by default."""
+    if os.path.isfile(path / MODULES_FILE):
+        return True
+    is_language_model = architecture.endswith(("LMHeadModel", "ForCausalLM"))
+    return architecture.endswith(_POOLING_CLASSES) and not is_language_model
+
+
+def _modules(file: Path) -> list[dict[str, Any]]:
+    modules = read_json_value(file)
+    is_list = isinstance(modules, list) and len(modules) <= _MAX_MODULES
+    if not is_list or not all(map(_is_module, modules)):
+        raise Refused(f"{file}: is no list of modules with 'type' and 'path'", _AGAIN)
+    return list(modules)
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name), str) for name in ("type", "path")
+    )
+
+
+def check_numbers(file: Path, value: Any) -> None:
+    """Check every number of a JSON value.
+
+    Raises:
+        Refused: a number is not finite, or out of range; the message names the key.
+    """
+    for keys, number in numbers(value):
+        if problem := _problem(keys, number):
+            raise Refused(f"{file}: {dotted(keys)} is {_shown(number)}, {problem}", _USE_ORIGINAL)
+
+
+def numbers(value: Any) -> Iterator[tuple[tuple[str | int, ...], float]]:
+    """Yield each number of a JSON value with its keys and indexes, without recursion."""
+    waiting: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+    while waiting:
+        keys, one = waiting.pop()
+        if isinstance(one, dict) and isinstance(one.get(_FLOAT), str):
+            with suppress(ValueError):
+                one = float(one[_FLOAT])
+        if isinstance(one, dict):
+            waiting.extend(((*keys, key), item) for key, item in one.items())
+        elif isinstance(one, list):
+            waiting.extend(((*keys, index), item) for index, item in enumerate(one))
+        elif isinstance(one, int | float) and not isinstance(one, bool):
+            yield keys, one
+
+
+def dotted(keys: Sequence[str | int]) -> str:
+    """Return the place of a number as users read it: ``rope_scaling.factor``, ``sizes[2]``."""
+    text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    return text.removeprefix(".")[:200]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What the tensors of a checkpoint allow: all dimensions, and numbers of layers.
+
+    An engine builds what the numbers say, module by module, before it compares anything with the
+    weights. A number that is not finite makes every answer of the model nonsense, without an error.
+    """
+
+    num_tensors: int
+    dimensions: frozenset[int]
+    num_layers: int
+    """One more than the highest index in the name of a tensor."""
+    num_rows: int
+    """The largest first dimension."""
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorEntry]) -> TensorFacts:
+        tensors = list(tensors)
+        indexes = [
+            int(match[1]) for tensor in tensors if (match := _INDEX.search(tensor.name[:512]))
+        ]
+        return cls(
+            len(tensors),
+            frozenset(size for tensor in tensors for size in tensor.shape),
+            max(indexes, default=-1) + 1,
+            max((tensor.shape[0] for tensor in tensors if tensor.shape), default=0),
+        )
+
+
+def check_against_tensors(
+    file: Path, config: Mapping[str, Any], text: Mapping[str, Any], facts: TensorFacts
+) -> None:
+    """Hold the numbers of a configuration against the checkpoint's tensors.
+
+    ``text`` is the configuration of the text model, which may be ``config`` itself.
+
+    Raises:
+        Refused: the configuration describes another model than the weights.
+    """
+    largest = max(facts.dimensions, default=0)
+    for keys, number in numbers(config):
+        key = str(keys[-1]) if keys else ""
+        most = facts.num_tensors if key in _LAYERS else max(largest, facts.num_tensors)
+        if key in (*_LAYERS, *_PER_AXIS) and number > most:
+            raise _other(file, keys, number, f"{facts.num_tensors:,} tensors, at most {largest:,}")
+    if any(key in config for key in _PARTIAL):
+        return
+    layers, hidden = _whole(text, _LAYERS), _whole(text, _HIDDEN)
+    if layers and facts.num_layers and layers[1] > facts.num_layers:
+        raise _other(file, layers[:1], layers[1], f"tensors of {facts.num_layers:,} layers")
+    if hidden and hidden[1] not in facts.dimensions:
+        raise _other(file, hidden[:1], hidden[1], "no tensor of that width")
+    vocabulary = _whole(text, ("vocab_size",))
+    if vocabulary and vocabulary[1] > facts.num_rows:
+        raise _other(file, vocabulary[:1], vocabulary[1], f"at most {facts.num_rows:,} rows")
+
+
+def _problem(keys: Sequence[str | int], number: float) -> str:
+    names = [key for key in keys if isinstance(key, str)]
+    key = names[-1] if names else ""
+    if isinstance(number, float) and not math.isfinite(number):
+        is_allowed = number > 0 and key in _MAY_BE_INFINITE
+        return "" if is_allowed else "which is not a finite number"
+    if abs(number) > _MAX_INTEGER and isinstance(number, int):
+        return "which is beyond all sizes of a model"
+    if _POSITIVE.fullmatch(key) and number <= 0:
+        return "which must be above 0"
+    if _NOT_NEGATIVE.fullmatch(key) and number < 0:
+        return "which must not be negative"
+    if _COUNT.fullmatch(key) and not _NO_COUNT.fullmatch(key) and number < -1:
+        return "which must not be negative"
+    if key in _POSITIONS and number > MAX_POSITIONS:
+        return f"more than the {MAX_POSITIONS:,} tokens of the longest context"
+    return ""
+
+
+def _whole(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, int] | None:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return name, value
+    return None
+
+
+def _shown(number: float) -> str:
+    text = str(number)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _other(file: Path, keys: Sequence[str | int], number: float, weights: str) -> Refused:
+    where = dotted(keys)
+    return Refused(f"{file}: {where} is {_shown(number)}, but the weights have {weights}", _OTHERS)

@@ -25,20 +25,19 @@ from gpupoold.checkpoints.adapter_check import check_adapter_config
 from gpupoold.checkpoints.check import check_config
 from gpupoold.checkpoints.download_progress import DownloadProgress, ProgressCallback
 from gpupoold.checkpoints.fetcher import PART_FOLDER, Fetcher, Stop, Stopped, has_size
-from gpupoold.checkpoints.headers import HEADERS_FOLDER, fetch_headers
-from gpupoold.checkpoints.hub import Hub, Interrupted
+from gpupoold.checkpoints.hub import Hub, HubFile, Interrupted
+from gpupoold.checkpoints.layout import Content, choose_files
 from gpupoold.checkpoints.manifest import (
+    HEADERS_FOLDER,
     MANIFEST_FILE,
-    HubFile,
     Manifest,
+    fetch_headers,
     read_manifest,
     write_manifest,
 )
 from gpupoold.checkpoints.peers import Peers
-from gpupoold.checkpoints.selection import Content, choose_files
 from gpupoold.errors import Failed, Refused
-from gpupoold.system import durable
-from gpupoold.system.folders import hint_to_write
+from gpupoold.files import hint_to_write, sync
 from gpupoold.units import format_bytes
 
 Part = Literal["all", "small files"]
@@ -92,7 +91,7 @@ async def download(
     """Download a repository's checkpoint or adapter to ``target_dir`` and return that folder.
 
     The part ``small files`` is everything but the weights, of which only the headers are fetched
-    (see :func:`~gpupoold.checkpoints.headers.remote_weights`); a later call fetches the rest.
+    (see :func:`~gpupoold.checkpoints.manifest.remote_weights`); a later call fetches the rest.
 
     A finished download of the same revision is returned at once, without a network; an interrupted
     download is resumed. ``on_progress`` (a :data:`ProgressCallback`) is called in the running event
@@ -157,7 +156,7 @@ class _Download:
             ):
                 return self.target_dir
             self.target_dir.mkdir(parents=True, exist_ok=True)
-            durable.sync(self.target_dir.parent)
+            sync(self.target_dir.parent)
             with self._locked():
                 self._fetch(self._plan(found))
         except OSError as error:

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder, write_metadata
 from gpupoold.checkpoints.tiny_tokenizer import write_tokenizer
 from gpupoold.errors import Refused, UsageError
-from gpupoold.latency.errors import LatencyError
-from gpupoold.latency.shape import ModelShape, builtin_shape
+from gpupoold.latency.shape import LatencyError, ModelShape, builtin_shape
 
 DEFAULT_SHAPE = "Qwen2.5-7B"
 RECIPE_FILE = "gpupool_dummy.json"

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.download_progress import DownloadProgress
-from gpupoold.checkpoints.hub import Hub, Interrupted, RangeRefused
-from gpupoold.checkpoints.manifest import HubFile
+from gpupoold.checkpoints.hub import Hub, HubFile, Interrupted, RangeRefused
 from gpupoold.checkpoints.peers import PeerHub, Sources
 from gpupoold.checkpoints.xet import Xet
 from gpupoold.errors import Failed
-from gpupoold.system import durable
+from gpupoold.files import replace_durably, sync
 
 _logger = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class Fetcher:
                 )
         target = self._target_dir / file.path
         target.parent.mkdir(exist_ok=True)
-        durable.replace(part, target)
+        replace_durably(part, target)
 
     def _grow(self, file: HubFile, part: Path) -> None:
         """Append to the partial file until complete, with retries."""
@@ -193,7 +192,7 @@ class Fetcher:
                     )
                 output.write(chunk)
                 self.progress.received(len(chunk))
-        durable.sync(part)
+        sync(part)
 
     def _start_over(self, part: Path) -> None:
         self.progress.found(-part.stat().st_size)

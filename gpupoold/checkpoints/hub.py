@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from gpupoold.checkpoints.manifest import HubFile
 from gpupoold.errors import Failed, GpupoolError, Refused, UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +37,15 @@ class Interrupted(Exception):
 
 class RangeRefused(Exception):
     """The hub refuses to continue at the requested offset: start again from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository; ``digest`` is the SHA-256 (LFS) or the git blob SHA-1."""
+
+    path: str
+    num_bytes: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)

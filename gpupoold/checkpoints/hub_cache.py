@@ -15,11 +15,10 @@ from pathlib import Path
 
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.fetcher import has_size
-from gpupoold.checkpoints.hub import Hub
-from gpupoold.checkpoints.manifest import HubFile
-from gpupoold.checkpoints.selection import Content, choose_files
+from gpupoold.checkpoints.hub import Hub, HubFile
+from gpupoold.checkpoints.layout import Content, choose_files
 from gpupoold.errors import GpupoolError
-from gpupoold.system.folders import hint_to_read
+from gpupoold.files import hint_to_read
 
 Choice = Callable[[Sequence[str]], Sequence[str]]
 """Returns the wanted files of a repository among its files."""

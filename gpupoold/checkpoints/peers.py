@@ -19,8 +19,7 @@ import httpx
 import msgspec
 
 from gpupoold.access.fleet import HEADER, sign, verified
-from gpupoold.checkpoints.hub import READ_TIMEOUT_S, FileFacts, Hub, Interrupted
-from gpupoold.checkpoints.manifest import HubFile
+from gpupoold.checkpoints.hub import READ_TIMEOUT_S, FileFacts, Hub, HubFile, Interrupted
 from gpupoold.errors import Failed, GpupoolError
 
 _logger = logging.getLogger(__name__)

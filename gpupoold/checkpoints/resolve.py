@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from gpupoold.errors import Refused, UsageError
-from gpupoold.system.folders import hint_to_read
+from gpupoold.files import hint_to_read
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _HUB_ID = re.compile(rf"{_PART}/{_PART}")

@@ -1,10 +1,11 @@
-"""All that the daemon reads of a checkpoint or an adapter, as one value.
+"""All that the daemon reads of a checkpoint or an adapter, and the size of the loaded weights.
 
 The daemon does not read these files itself: a process of its own does, which may be slow, or end.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,17 @@ import msgspec
 
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.adapter_check import AdapterFacts, check_adapter
-from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint, list_folder
-from gpupoold.checkpoints.files import check_files, read_json
-from gpupoold.checkpoints.fit import estimate_weight_bytes
-from gpupoold.checkpoints.headers import remote_weights
-from gpupoold.checkpoints.numbers import check_numbers
+from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint, check_numbers, list_folder
+from gpupoold.checkpoints.files import (
+    DTYPE_BITS,
+    check_files,
+    elements_by_dtype,
+    read_json,
+    read_tensors,
+)
+from gpupoold.checkpoints.manifest import remote_weights
+from gpupoold.errors import Refused, UsageError
+from gpupoold.units import format_bytes
 
 T = TypeVar("T")
 
@@ -35,6 +42,10 @@ _SETTINGS = (
 )
 # A tokenizer's largest context is often written as 10^30, which stands for "none".
 _NO_LIMIT = "model_max_length"
+
+MODEL_DTYPE_BITS = {"float16": 16, "half": 16, "bfloat16": 16, "float32": 32, "float": 32}
+# Loading casts these dtypes to the model's; integers and 8-bit floats are quantized data.
+_CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +110,118 @@ def encoded(found: Any) -> bytes:
 def decoded(data: bytes, kind: type[T]) -> T:
     """Return the dataclass of :func:`encoded`."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=lambda of, value: of(value))
+
+
+def estimate_weight_bytes(
+    info: CheckpointInfo, dtype: str, engine: Mapping[str, str] | None = None
+) -> int:
+    """Return the device bytes of the weights in ``dtype``; quantized tensors keep their size.
+
+    ``auto`` follows the engine: the checkpoint's dtype, but 16 bits for float32. The weights of a
+    drafter in the options ``engine`` count too.
+
+    Raises:
+        UsageError: the engine does not offer ``dtype``.
+        Refused: the drafter's files are damaged.
+    """
+    target_bits = model_dtype_bits(dtype)
+    num_bits = 0
+    drafter = drafter_elements(engine or {}, info.path)
+    for stored, num_elements in [*info.elements, *drafter.items()]:
+        bits = target_bits if stored in _CAST_DTYPES else DTYPE_BITS[stored]
+        num_bits += num_elements * bits
+    return num_bits // 8
+
+
+def model_dtype_bits(dtype: str) -> int:
+    """Return the bits of a number in a model's ``dtype``.
+
+    Raises:
+        UsageError: the engine does not offer ``dtype``.
+    """
+    if dtype != "auto" and dtype not in MODEL_DTYPE_BITS:
+        raise UsageError(
+            f"unknown dtype {dtype!r}", f"use auto, {', '.join(sorted(MODEL_DTYPE_BITS))}"
+        )
+    return 16 if dtype == "auto" else MODEL_DTYPE_BITS[dtype]
+
+
+def check_fits(
+    info: CheckpointInfo, dtype: str, weight_bytes: int, device_bytes: int, *, kv_bytes: int = 0
+) -> None:
+    """Check that a device of ``device_bytes`` can hold the weights and ``kv_bytes``.
+
+    ``weight_bytes`` are those of :func:`estimate_weight_bytes`, ``device_bytes`` is the memory of
+    the largest device for the model, ``kv_bytes`` the least useful KV, for example of one request.
+
+    Raises:
+        Refused: the model does not fit; the message has both sizes, the hint a fitting alternative.
+        UsageError: the engine does not offer ``dtype``.
+    """
+    needed_bytes = weight_bytes + kv_bytes
+    if needed_bytes <= device_bytes:
+        return
+    kv = f" and {format_bytes(kv_bytes)} of KV" if kv_bytes else ""
+    raise Refused(
+        f"{info.path}: {format_bytes(weight_bytes)} of weights ({dtype}){kv} do not fit on a "
+        f"device of {format_bytes(device_bytes)}",
+        _remedy(info, dtype, needed_bytes, device_bytes),
+    )
+
+
+def _remedy(info: CheckpointInfo, dtype: str, needed_bytes: int, device_bytes: int) -> str:
+    saved_bytes = estimate_weight_bytes(info, dtype) - estimate_weight_bytes(info, "bfloat16")
+    if saved_bytes > 0 and needed_bytes - saved_bytes <= device_bytes:
+        smaller = format_bytes(needed_bytes - saved_bytes)
+        return f"with dtype bfloat16 the model takes {smaller} and fits"
+    needed = f"use a device of at least {format_bytes(needed_bytes)}"
+    return needed if info.quantization else f"{needed}, or a quantized version of the model"
+
+
+def drafter_elements(engine: Mapping[str, str], model: Path | None = None) -> dict[str, int]:
+    """Return the numbers of elements by dtype of the drafter in a local folder.
+
+    ``engine`` has the engine options of the model in folder ``model``. Empty without a drafter of
+    its own, as for n-grams, and for a module for MTP in the model's checkpoint.
+
+    Raises:
+        Refused: a weight file of the drafter is damaged, or the folder has no weights.
+    """
+    method, folder = drafter_of(engine)
+    if folder is None or (_is_mtp(method) and model and folder.resolve() == model.resolve()):
+        return {}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise Refused(
+            f"{folder}: has no weights (*.safetensors) of a drafter",
+            "give the drafter's folder, or n-gram drafts",
+        )
+    return elements_by_dtype(tensor for file in files for tensor in read_tensors(file))
+
+
+def drafter_of(engine: Mapping[str, str]) -> tuple[str | None, Path | None]:
+    """Return the method in the options of speculative decoding, and the drafter's local folder.
+
+    Both are None if not given, the folder also for a name of another kind.
+    """
+    method = engine.get("speculative_config.method") or engine.get("spec_method")
+    name = engine.get("speculative_config.model") or engine.get("spec_model")
+    try:
+        config = json.loads(engine.get("speculative_config", "{}"))
+    except (ValueError, RecursionError):  # vLLM reports the error
+        config = None
+    if isinstance(config, dict):
+        method = _text(config, "method") or method
+        name = _text(config, "model") or name
+    folder = Path(name) if name else None
+    return method, folder if folder is not None and folder.is_dir() else None
+
+
+def _text(config: dict[str, object], key: str) -> str | None:
+    value = config.get(key)
+    return value if isinstance(value, str) else None
+
+
+def _is_mtp(method: str | None) -> bool:
+    """Return whether vLLM reads a module for MTP: ``mtp``, or a family's older name."""
+    return method is not None and (method == "mtp" or method.endswith("_mtp"))

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from gpupoold.checkpoints.hub import Hub, Interrupted
-from gpupoold.checkpoints.manifest import HubFile
+from gpupoold.checkpoints.hub import Hub, HubFile, Interrupted
 from gpupoold.errors import GpupoolError
 
 if TYPE_CHECKING:

@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeGuard
 
-from gpupoold.latency.errors import LatencyError
-from gpupoold.latency.hardware import hardware
-from gpupoold.latency.shape import MAX_GROUP_GPUS
+from gpupoold.latency.shape import MAX_GROUP_GPUS, LatencyError, hardware
 
 _MAX_INDEX = 1023
 _SIM_DEVICES = re.compile(

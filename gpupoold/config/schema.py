@@ -45,9 +45,8 @@ from gpupoold.config.sections import (
 )
 from gpupoold.config.values import Section, as_tuple, is_hidden
 from gpupoold.errors import ConfigError
-from gpupoold.printable import plain_problem
-from gpupoold.regular_files import read_bounded
-from gpupoold.units import format_bytes
+from gpupoold.files import read_bounded
+from gpupoold.units import format_bytes, plain_problem
 
 CONFIG_VARIABLE = "GPUPOOL_CONFIG"
 SYSTEM_CONFIG = Path("/etc/gpupool/gpupool.toml")

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpupool_state import ApiKeys, Database, History, KeyRow, KeyUse, Registry
-from gpupoold.access.bucket import Bucket
 from gpupoold.access.fleet import is_secret
-from gpupoold.access.rate_use import RateUse
+from gpupoold.access.rates import Bucket, RateUse
 from gpupoold.access.secret import make_key
 from gpupoold.api_keys import KeyPowers
 from gpupoold.config.sections import AccessSettings
 from gpupoold.control.accounting.meters import RefusalEvents
 from gpupoold.errors import Failed, NoSuchModel
 from gpupoold.event_kinds import KeyEvent
-from gpupoold.system import durable
+from gpupoold.files import write_private
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
@@ -441,7 +440,7 @@ def write_secret(folder: Path, secret: str) -> None:
     path = folder / SECRET_FILE
     try:
         if secret:
-            durable.write_private(path, f"{secret}\n")
+            write_private(path, f"{secret}\n")
         else:
             path.unlink(missing_ok=True)
     except OSError as error:

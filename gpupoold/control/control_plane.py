@@ -46,8 +46,8 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.system.listeners import why_keys_are_required
-from gpupoold.system.loop_lag import measure_lag
 from gpupoold.system.nvml import GpuReadings
+from gpupoold.system.process import measure_lag
 from gpupoold.system.systemd import FdStore
 from gpupoold.wire import messages as m
 

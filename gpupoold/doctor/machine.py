@@ -13,7 +13,7 @@ from gpupoold.doctor.facts import GpuFacts, MemoryFacts
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_host import memory_facts
 from gpupoold.engine_versions import installed_version, is_built_for_gpus
-from gpupoold.latency.hardware import hardware
+from gpupoold.latency.shape import hardware
 from gpupoold.memory import libc
 
 # GPUs do not change while a process runs, and a driver may be slow to answer.

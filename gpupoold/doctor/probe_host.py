@@ -12,8 +12,8 @@ import psutil
 from gpupoold.config.schema import Settings
 from gpupoold.doctor.facts import LimitFacts, MemoryFacts
 from gpupoold.domain import Folder
-from gpupoold.system.control_group import memory_limit_bytes, read_text
-from gpupoold.system.folders import filesystem_of
+from gpupoold.files import filesystem_of
+from gpupoold.system.kernel_memory import memory_limit_bytes, read_text
 
 
 def memory_facts(root: Path = Path("/"), pid: int | None = None) -> MemoryFacts:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpupool_state import DATABASE_NAME
-from gpupool_state.migrations import MIGRATIONS
+from gpupool_state.db import MIGRATIONS
 from gpupoold import __version__
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import SOCKET_FILE_NAME, default_socket_path

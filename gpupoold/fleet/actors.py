@@ -16,7 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gpupoold.access.rate_use import RateUse
+from gpupoold.access.rates import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest, FleetReport
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import Failed

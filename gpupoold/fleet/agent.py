@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gpupoold.access.rate_use import RateUse
+from gpupoold.access.rates import RateUse
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas_access import AddKeyRequest, FleetReport
 from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest

@@ -13,16 +13,16 @@ from typing import Protocol
 
 from pydantic import BaseModel, ValidationError
 
-from gpupoold.access.rate_use import RateUse
+from gpupoold.access.rates import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest
 from gpupoold.api.schemas_models import MAX_PEERS, SetModelRequest
 from gpupoold.domain import Priority
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel, Refused, UsageError
+from gpupoold.files import write_private
 from gpupoold.fleet.agent import AgentReport, Moment, Order
 from gpupoold.fleet.cluster import FleetSpec, FleetTable, Node
 from gpupoold.fleet.placement import Change, changes
 from gpupoold.fleet.routing import RateSums
-from gpupoold.system import durable
 
 _logger = logging.getLogger(__name__)
 
@@ -384,6 +384,6 @@ def save(folder: Path, stored: Stored) -> None:
     """
     path = folder / FILE
     try:
-        durable.write_private(path, stored.model_dump_json(indent=1))
+        write_private(path, stored.model_dump_json(indent=1))
     except OSError as error:
         raise Failed(f"{path} cannot be written: {error}") from error

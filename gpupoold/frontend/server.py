@@ -38,8 +38,7 @@ from gpupoold.frontend.preload import preload
 from gpupoold.frontend.request_context import BytesInFlight
 from gpupoold.frontend.router import Bounds, Router, Services
 from gpupoold.system.http_protocol import BoundedHttp, Server, server_config
-from gpupoold.system.loop_lag import measure_lag
-from gpupoold.system.process import importing, set_log_level, trim_heap
+from gpupoold.system.process import importing, measure_lag, set_log_level, trim_heap
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
 from gpupoold.wire.messages import (
     AbortRequests,

@@ -1,4 +1,4 @@
-"""Latency models of a prefill, a decode step and a switch.
+"""Latency models of a prefill, a decode step and a switch; their fits, also as plain data.
 
 Every model is linear in its constants: seconds are the sum of constant times term. So one
 least-squares routine fits all models.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from enum import StrEnum
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from gpupoold.latency.errors import LatencyError
-from gpupoold.latency.shape import ModelShape
+from gpupoold.domain import FittedLaw
+from gpupoold.latency.shape import DataError, FitError, LatencyError, ModelShape
 
 # Rows of a FlashAttention tile for heads of 128; another value only changes the fitted C2.
 ATTENTION_BLOCK_SIZE = 128
@@ -50,6 +51,7 @@ class Law(Protocol[BatchT_contra]):
     def predict_s(self, batch: BatchT_contra, /) -> float: ...
 
 
+LawT = TypeVar("LawT", bound=Law[Any])
 PrefillLaw = Law[PrefillBatch]
 DecodeLaw = Law[DecodeBatch]
 
@@ -285,3 +287,208 @@ def _total_tokens(batch: PrefillBatch) -> int:
 def _check_decode(batch: DecodeBatch) -> None:
     if batch.batch_size < 0 or batch.context_tokens < 0:
         raise LatencyError(f"a decode batch cannot have negative counts, got {batch}")
+
+
+class PrefillSample(NamedTuple):
+    """A measured prefill: the prompt lengths, and seconds."""
+
+    batch: PrefillBatch
+    duration_s: float
+
+
+class DecodeSample(NamedTuple):
+    """A measured decode step, and seconds."""
+
+    batch: DecodeBatch
+    duration_s: float
+
+
+class Weighting(StrEnum):
+    """The errors to minimise.
+
+    ``absolute``: seconds, so that long steps dominate. ``relative``: per cent of the measured time,
+    so that all decades of a grid count equally.
+    """
+
+    ABSOLUTE = "absolute"
+    RELATIVE = "relative"
+
+
+@dataclass(frozen=True, slots=True)
+class FitQuality:
+    """Deviation of a model from its points.
+
+    ``r_squared`` concerns seconds for either weighting; the relative errors are parts of the
+    measured time (0.05 is 5 %).
+    """
+
+    r_squared: float
+    mean_relative_error: float
+    p90_relative_error: float
+    num_points: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fit(Generic[LawT]):
+    """A model with its fitted constants, and its quality."""
+
+    law: LawT
+    quality: FitQuality
+
+
+def quality_of(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> FitQuality:
+    """Return the deviation of ``law`` from any measured steps.
+
+    Raises:
+        FitError: there are no samples, or a time is not positive.
+    """
+    check_times(samples)
+    if not samples:
+        raise FitError("no points to compare the law with")
+    measured = [sample.duration_s for sample in samples]
+    predicted = [law.predict_s(sample.batch) for sample in samples]
+    mean = math.fsum(measured) / len(measured)
+    spread = math.fsum((m - mean) ** 2 for m in measured)
+    residual = math.fsum((p - m) ** 2 for p, m in zip(predicted, measured, strict=True))
+    relative = sorted(abs(p - m) / m for p, m in zip(predicted, measured, strict=True))
+    return FitQuality(
+        # If times do not vary, R2 is 1 for an exact law and 0 for all other laws.
+        r_squared=1.0 - residual / spread if spread else float(residual == 0.0),
+        mean_relative_error=math.fsum(relative) / len(relative),
+        p90_relative_error=relative[math.ceil(0.9 * len(relative)) - 1],
+        num_points=len(relative),
+    )
+
+
+def check_times(samples: Sequence[PrefillSample | DecodeSample]) -> None:
+    """Raise FitError for a time that is not positive and finite, with its point."""
+    for i, sample in enumerate(samples):
+        if not (math.isfinite(sample.duration_s) and sample.duration_s > 0):
+            raise FitError(
+                f"point {i}, {sample.batch}: the time must be positive, got {sample.duration_s} s"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFit(FittedLaw):
+    """A fitted law of prefills or decode steps; the quality is that of ``FitQuality``."""
+
+    @classmethod
+    def of(cls, fit: Fit[Any]) -> Self:
+        """Convert a fitted model."""
+        law, constants, sizes = fit.law, fit.law.constants, (0, 0)
+        if isinstance(law, PrefillModel | DecodeModel):
+            sizes = law.hidden_size, law.intermediate_size
+        if isinstance(law, PrefillModel):
+            # The block size is not stored: convert C2 to the default block size.
+            c2 = law.c2 * ATTENTION_BLOCK_SIZE / law.block_size
+            constants = law.c1, c2, law.c3
+        quality = fit.quality
+        return cls(
+            type(law).__name__,
+            tuple(constants),
+            quality.r_squared,
+            quality.mean_relative_error,
+            quality.p90_relative_error,
+            quality.num_points,
+            *sizes,
+        )
+
+    def prefill_law(self) -> PrefillLaw:
+        """Return the prefill model.
+
+        Raises:
+            DataError: ``law`` is not a prefill model, or the number of constants differs.
+        """
+        laws: tuple[PrefillLaw, ...] = (
+            PrefillModel(self.hidden_size, self.intermediate_size),
+            LinearPrefill(),
+        )
+        return self._of_these("prefill", laws)
+
+    def decode_law(self) -> DecodeLaw:
+        """Return the decode model.
+
+        Raises:
+            DataError: ``law`` is not a decode model, or the number of constants differs.
+        """
+        laws: tuple[DecodeLaw, ...] = (
+            DecodeModel(self.hidden_size, self.intermediate_size),
+            LinearDecode(),
+        )
+        return self._of_these("decode", laws)
+
+    def _of_these(self, phase: str, laws: Sequence[LawT]) -> LawT:
+        """Return the model of the stored name with the stored constants."""
+        by_name = {type(law).__name__: law for law in laws}
+        law = by_name.get(self.law)
+        if law is None:
+            raise DataError(f"no {phase} law is named {self.law!r}: there are {', '.join(by_name)}")
+        if len(self.constants) != len(law.constants):
+            raise DataError(
+                f"{len(self.constants)} constants stored, {self.law} has {len(law.constants)}"
+            )
+        return law.with_constants(self.constants)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The result of a profiling run; a phase without enough points has no fit.
+
+    ``problem`` is the reason for a missing fit, empty if both fits exist. ``duration_s`` is the
+    device time of the run.
+    """
+
+    prefill: StoredFit | None
+    decode: StoredFit | None
+    duration_s: float
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLatency:
+    """All measurements of a model on a kind of device.
+
+    ``bandwidth_bytes_per_s`` is the measured rate of weight copies, ``measured_at`` in wall-clock
+    seconds.
+    """
+
+    device: str
+    engine_version: str
+    dtype: str
+    measured_at: float
+    bandwidth_bytes_per_s: float
+    prefill: StoredFit | None = None
+    decode: StoredFit | None = None
+
+    def prefill_s(self, prompt_lengths: Sequence[int]) -> float | None:
+        """Return the seconds to prefill these prompts in one step; None without a fit."""
+        if self.prefill is None:
+            return None
+        return self.prefill.prefill_law().predict_s(prompt_lengths)
+
+    def decode_step_s(self, batch_size: int, context_tokens: int) -> float | None:
+        """Return the seconds of a step over ``context_tokens`` in total; None without a fit."""
+        if self.decode is None:
+            return None
+        return self.decode.decode_law().predict_s(DecodeBatch(batch_size, context_tokens))
+
+    def switch_s(self, num_bytes: int) -> float:
+        """Return the seconds to copy ``num_bytes`` onto the device."""
+        return SwitchModel(self.bandwidth_bytes_per_s).predict_s(num_bytes)
+
+    def model(self) -> LatencyModel | None:
+        """Return the latency model; None while a phase has no fit.
+
+        Raises:
+            DataError: a stored law is unknown.
+            LatencyError: the bandwidth is not positive.
+        """
+        if self.prefill is None or self.decode is None:
+            return None
+        return LatencyModel(
+            self.prefill.prefill_law(),
+            self.decode.decode_law(),
+            SwitchModel(self.bandwidth_bytes_per_s),
+            source=f"measured on {self.device} with {self.dtype}, engine {self.engine_version}",
+        )

@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from gpupoold.latency.errors import DataError
-from gpupoold.latency.fit import Fit, FitQuality, Weighting
-from gpupoold.latency.hardware import HardwareProfile, hardware
-from gpupoold.latency.models import LatencyModel, LinearDecode, PrefillModel, SwitchModel
-from gpupoold.latency.shape import ModelShape, builtin_shape
+from gpupoold.latency.models import (
+    Fit,
+    FitQuality,
+    LatencyModel,
+    LinearDecode,
+    PrefillModel,
+    SwitchModel,
+    Weighting,
+)
+from gpupoold.latency.shape import DataError, HardwareProfile, ModelShape, builtin_shape, hardware
 
 COLUMNS = (
     "gpu",

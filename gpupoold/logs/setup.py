@@ -22,7 +22,7 @@ from gpupoold.config.schema import Settings
 from gpupoold.errors import Failed
 from gpupoold.event_kinds import EVENT_SUBJECTS, EventSubject
 from gpupoold.logs.files import LogLimit, rotating_handler
-from gpupoold.printable import LineFormatter
+from gpupoold.units import LineFormatter
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

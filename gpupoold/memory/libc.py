@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gpupoold.system.control_group import memory_room_bytes
-from gpupoold.system.sealed_memory import create_sealed_memfd
+from gpupoold.system.kernel_memory import create_sealed_memfd, memory_room_bytes
 from gpupoold.units import format_bytes
 
 PROT_NONE = 0

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpupoold.files import filesystem_of, is_shared
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv_extents import KvRow
 from gpupoold.memory.prefix_files import PrefixFiles, PrefixWriter
 from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
 from gpupoold.memory.prefix_table import CacheBytes, CacheShape, PrefixTable, owners_of
 from gpupoold.memory.slabs import BlockPlace
-from gpupoold.system.folders import filesystem_of, is_shared
 
 _logger = logging.getLogger(__name__)
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
-from gpupoold.latency.errors import LatencyError
-from gpupoold.latency.hardware import hardware
 from gpupoold.latency.profiles import latency_for
-from gpupoold.latency.shape import MAX_GROUP_GPUS, builtin_shape
+from gpupoold.latency.shape import MAX_GROUP_GPUS, LatencyError, builtin_shape, hardware
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.workloads import model_names
 

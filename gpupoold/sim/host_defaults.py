@@ -8,7 +8,7 @@ from __future__ import annotations
 from gpupoold.config.budgets import Wishes, default_engines_bytes, work_out
 from gpupoold.config.machine import Machine, MachineDevice, MachineError
 from gpupoold.errors import UsageError
-from gpupoold.latency.hardware import hardware
+from gpupoold.latency.shape import hardware
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.host import NO_WISHES, HostMemory, HostWishes
 from gpupoold.sim.hosting import EngineCosts

@@ -8,7 +8,7 @@ import socket
 
 from gpupoold import __version__
 from gpupoold.domain import DeviceFacts
-from gpupoold.latency.hardware import hardware
+from gpupoold.latency.shape import hardware
 from gpupoold.sim.boxes import Box
 from gpupoold.simdevice.server import PAGE_BYTES, SimServer
 from gpupoold.system.activity import WORKER

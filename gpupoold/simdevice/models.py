@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint, check_config
+from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint, check_config, is_pooling
 from gpupoold.checkpoints.division import why_checkpoint_undivided
-from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, estimate_weight_bytes
-from gpupoold.checkpoints.modules import is_pooling
+from gpupoold.checkpoints.survey import MODEL_DTYPE_BITS, estimate_weight_bytes
 from gpupoold.errors import Refused
-from gpupoold.latency.errors import LatencyError
-from gpupoold.latency.fit import Fit, FitQuality
-from gpupoold.latency.models import LatencyModel
+from gpupoold.latency.models import Fit, FitQuality, LatencyModel, Profile, StoredFit
 from gpupoold.latency.profiles import latency_for
-from gpupoold.latency.shape import ModelShape, from_hf_config
-from gpupoold.latency.stored import Profile, StoredFit
+from gpupoold.latency.shape import LatencyError, ModelShape, from_hf_config
 from gpupoold.sim.model import SimModel
 from gpupoold.simdevice.synthetic import Vocabulary
 from gpupoold.units import format_bytes

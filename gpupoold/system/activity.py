@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from gpupoold.system.sealed_memory import create_sealed_memfd
+from gpupoold.system.kernel_memory import create_sealed_memfd
 
 NUM_SLOTS = 32
 SLOT_BYTES = 4096

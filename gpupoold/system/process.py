@@ -1,7 +1,8 @@
-"""Start-up of every child process of the daemon; imports little."""
+"""Start-up and settings of the processes of the daemon, and the lag of an event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import faulthandler
@@ -12,11 +13,11 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gpupoold.logs.files import LogLimit
-from gpupoold.printable import LineFormatter
+from gpupoold.units import LineFormatter
 
 OUT_OF_MEMORY_STATUS = 71
 """Exit status of a worker without memory (``EX_OSERR`` of ``sysexits.h``)."""
@@ -43,6 +44,8 @@ _THRESHOLDS = (4_000, 25, 200)
 # 1 MiB, 6.0 GB/s alone, then reach 0.2 GB/s with the default of 5 ms, 1.3 GB/s with 0.5 ms and
 # 2.5 GB/s with 0.1 ms. The other thread was equally fast with each value.
 _SWITCH_INTERVAL_S = 0.0001
+
+_INTERVAL_S = 0.1
 
 
 def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:
@@ -203,3 +206,12 @@ def settle_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
+
+
+async def measure_lag(add: Callable[[float], None], interval_s: float = _INTERVAL_S) -> None:
+    """Call ``add`` every ``interval_s`` with the event loop's lag in seconds; never returns."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + interval_s
+        await asyncio.sleep(interval_s)
+        add(max(0.0, loop.time() - due_s))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpupoold.domain import DeviceActivity, DeviceFacts, Priority
-from gpupoold.latency.stored import Profile
+from gpupoold.latency.models import Profile
 from gpupoold.wire.records import (
     DraftCounts,
     EngineMemory,

@@ -9,16 +9,18 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gpupoold.latency.errors import FitError
-from gpupoold.latency.fit import (
+from gpupoold.latency.models import (
+    DecodeLaw,
     DecodeSample,
     Fit,
+    Law,
+    PrefillLaw,
     PrefillSample,
     Weighting,
     check_times,
     quality_of,
 )
-from gpupoold.latency.models import DecodeLaw, Law, PrefillLaw
+from gpupoold.latency.shape import FitError
 
 PrefillT = TypeVar("PrefillT", bound=PrefillLaw)
 DecodeT = TypeVar("DecodeT", bound=DecodeLaw)

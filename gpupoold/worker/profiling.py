@@ -18,18 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 from gpupoold.checkpoints.files import read_json
 from gpupoold.errors import Failed, Refused
-from gpupoold.latency.errors import FitError, LatencyError, ShapeError
-from gpupoold.latency.fit import DecodeSample, Fit, FitQuality, PrefillSample
 from gpupoold.latency.models import (
     DecodeBatch,
+    DecodeSample,
+    Fit,
+    FitQuality,
     Law,
     LinearDecode,
     LinearPrefill,
     PrefillBatch,
     PrefillModel,
+    PrefillSample,
+    Profile,
+    StoredFit,
 )
-from gpupoold.latency.shape import ModelShape, from_hf_config
-from gpupoold.latency.stored import Profile, StoredFit
+from gpupoold.latency.shape import FitError, LatencyError, ModelShape, ShapeError, from_hf_config
 from gpupoold.memory.contracts import OutOfPages
 from gpupoold.wire.messages import RequestProgress
 from gpupoold.worker.engine.configuration import failure

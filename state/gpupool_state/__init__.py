@@ -13,12 +13,24 @@ Imports only the standard library, aiosqlite and the domain, errors and file hel
 
 from gpupool_state.api_keys import ApiKeys, KeyRow, KeyUse
 from gpupool_state.batches import BatchRow, BatchStatus, BatchStore, FileRow, ResultRow
-from gpupool_state.db import Database, StateLock
-from gpupool_state.divisions import KnownDivisions
-from gpupool_state.history import History, HistoryLimits
-from gpupool_state.profiles import ProfilePhase, ProfileRow
-from gpupool_state.registry import ModelRow, Registry, check_names
-from gpupool_state.rows import DeviceMinuteRow, MinuteRow, RequestRow, UsageRow
+from gpupool_state.db import Database
+from gpupool_state.history import (
+    DeviceMinuteRow,
+    History,
+    HistoryLimits,
+    MinuteRow,
+    RequestRow,
+    UsageRow,
+)
+from gpupool_state.lock import StateLock
+from gpupool_state.registry import (
+    KnownDivisions,
+    ModelRow,
+    ProfilePhase,
+    ProfileRow,
+    Registry,
+    check_names,
+)
 
 DATABASE_NAME = "gpupool.db"
 

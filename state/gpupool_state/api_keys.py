@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gpupool_state.db import Database
-from gpupool_state.writer import Source, Transaction
+from gpupool_state.db import Database, Source, Transaction
 from gpupoold.api_keys import KeyFacts, KeyPowers
 from gpupoold.errors import NoSuchKey, Refused, UsageError
 

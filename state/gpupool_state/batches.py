@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from gpupool_state.db import Database, turn
-from gpupool_state.migrations import BATCH_MIGRATIONS
-from gpupool_state.writer import Source, Transaction, explained
+from gpupool_state.db import BATCH_MIGRATIONS, Database, Source, Transaction, explained
+from gpupool_state.lock import turn
 from gpupoold.domain import BatchRecord
 
 BATCHES_NAME = "batches.db"

@@ -10,24 +10,237 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import aiosqlite
 
-from gpupool_state.migrations import MIGRATIONS, SchemaMigration, migrate
-from gpupool_state.writer import Transaction, Writer, cannot_open, damaged, emptied, explained
+from gpupool_state.schema import BATCHES_SCHEMA, STATE_SCHEMA
+from gpupoold import __version__
 from gpupoold.errors import Failed, Refused
+from gpupoold.files import replace_durably
 
 DEFAULT_BUSY_TIMEOUT_S = 5.0
 
-LOCK_NAME = "gpupoold.lock"
+_BOOKKEEPING = """
+CREATE TABLE IF NOT EXISTS schema_migrations (
+    number INTEGER PRIMARY KEY,
+    name TEXT NOT NULL,
+    applied_at REAL NOT NULL,
+    gpupool_version TEXT NOT NULL
+)
+"""
+
+_FULL = (
+    "no space left for the state database {path}",
+    "free some space on the disk and try again; the change was not made",
+)
+_LOCKED = (
+    "the state database {path} is locked by another program",
+    "end the program that has the file open (a sqlite3 shell, a backup job) and try again",
+)
+_READ_ONLY = (
+    "the state database {path} cannot be written",
+    "check that the file and its folder belong to gpupoold's user, and that the disk is not "
+    "mounted read-only",
+)
+_CANNOT_OPEN = (
+    "the state database {path} cannot be opened",
+    "check that the folder exists and that gpupoold's user may write there",
+)
+_NOT_A_DATABASE = (
+    "{path} is not a SQLite database",
+    "move the file away to start with an empty registry, or replace the file by a backup",
+)
+_CORRUPT = (
+    "the state database {path} is damaged",
+    "stop gpupoold and replace the file by a backup, or recover the data: sqlite3 {path} .recover",
+)
+_IO_ERROR = (
+    "reading or writing the state database {path} failed",
+    "check the system log for disk errors",
+)
+
+# By primary result code, which is the low byte of an extended code.
+_MEANINGS: dict[int, tuple[str, str]] = {
+    sqlite3.SQLITE_FULL: _FULL,
+    sqlite3.SQLITE_BUSY: _LOCKED,
+    sqlite3.SQLITE_LOCKED: _LOCKED,
+    sqlite3.SQLITE_PROTOCOL: _LOCKED,
+    sqlite3.SQLITE_READONLY: _READ_ONLY,
+    sqlite3.SQLITE_PERM: _READ_ONLY,
+    sqlite3.SQLITE_CANTOPEN: _CANNOT_OPEN,
+    sqlite3.SQLITE_NOTADB: _NOT_A_DATABASE,
+    sqlite3.SQLITE_CORRUPT: _CORRUPT,
+    sqlite3.SQLITE_IOERR: _IO_ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaMigration:
+    """A step of the schema; a released step is never changed, only followed by further steps."""
+
+    number: int
+    name: str
+    statements: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedMigration:
+    """A step applied to a database at ``applied_at`` (wall-clock seconds) by a version."""
+
+    number: int
+    name: str
+    applied_at: float
+    gpupool_version: str
+
+
+MIGRATIONS = (SchemaMigration(1, "initial", STATE_SCHEMA),)
+BATCH_MIGRATIONS = (SchemaMigration(1, "initial", BATCHES_SCHEMA),)
+
+
+async def applied(source: Source) -> tuple[AppliedMigration, ...]:
+    """Return the steps applied to ``source``, in order."""
+    if "schema_migrations" not in await _tables(source):
+        return ()
+    rows = await source.fetch_all(
+        "SELECT number, name, applied_at, gpupool_version FROM schema_migrations ORDER BY number"
+    )
+    return tuple(AppliedMigration(*row) for row in rows)
+
+
+async def pending(
+    source: Source, migrations: Sequence[SchemaMigration] = MIGRATIONS
+) -> tuple[SchemaMigration, ...]:
+    """Return the steps not yet applied to ``source``, in order."""
+    done = {step.number for step in await applied(source)}
+    return tuple(step for step in migrations if step.number not in done)
+
+
+async def migrate(
+    writer: Writer,
+    path: Path,
+    migrations: Sequence[SchemaMigration] = MIGRATIONS,
+    traces: Sequence[str] = (),
+) -> tuple[SchemaMigration, ...]:
+    """Update the database at ``path``; return the applied steps.
+
+    A step and the row that records the step are one transaction, so a failed step leaves the
+    database unchanged and is repeated by the next call. An older database is first copied to
+    ``<path>.bak-<number>``, with the number of the last applied step.
+
+    ``traces`` are the names of files beside the database that an earlier database left.
+
+    Raises:
+        Refused: the schema is newer than this program, or not gpupool's; or the database has no
+            schema in spite of ``traces``.
+        Failed: a step or the backup failed.
+    """
+    done = await applied(writer)
+    if traces and not done and not await _tables(writer) - {"schema_migrations"}:
+        raise emptied(path, traces)
+    await _check_known(writer, path, done, migrations)
+    todo = await pending(writer, migrations)
+    if done and todo:
+        await _back_up(writer, path, done[-1].number)
+    for step in todo:
+        await _apply(writer, path, step)
+    return todo
+
+
+async def _tables(source: Source) -> set[str]:
+    rows = await source.fetch_all("SELECT name FROM sqlite_master WHERE type = 'table'")
+    return {row["name"] for row in rows}
+
+
+async def _check_known(
+    source: Source,
+    path: Path,
+    done: Sequence[AppliedMigration],
+    migrations: Sequence[SchemaMigration],
+) -> None:
+    if not done and await _tables(source) - {"schema_migrations"}:
+        raise Refused(
+            f"{path} is a SQLite database, but not a database of gpupool",
+            "move the file away or choose another state folder",
+        )
+    [(user_version,)] = await source.fetch_all("PRAGMA user_version")
+    if user_version:
+        raise Refused(
+            f"the state database {path} has the user_version {user_version}, which this gpupool "
+            f"{__version__} does not write",
+            "install the gpupool that wrote the database, or choose another state folder",
+        )
+    newest_known = max((step.number for step in migrations), default=0)
+    if done and done[-1].number > newest_known:
+        raise _newer_schema(path, done[-1], newest_known)
+    names = {step.number: step.name for step in migrations}
+    for step in done:
+        if names.get(step.number) != step.name:
+            raise Refused(
+                f"the state database {path} has schema step {step.number} {step.name!r}, "
+                f"this gpupoold has {names.get(step.number)!r} as step {step.number}",
+                "a different build of gpupool wrote the database: use that build, or another "
+                "state folder",
+            )
+
+
+def _newer_schema(path: Path, newest: AppliedMigration, newest_known: int) -> Refused:
+    program = f"gpupool {newest.gpupool_version}"
+    return Refused(
+        f"the state database {path} has schema version {newest.number}, written by {program}; "
+        f"this is gpupool {__version__}, which knows schema versions up to "
+        f"{newest_known}",
+        f"install {program} again; or, to lose all changes since the upgrade, remove "
+        f"{path.name}-wal and {path.name}-shm, and replace {path.name} by {path.name}.bak-"
+        f"{newest_known}, if present (docs/operations.md)",
+    )
+
+
+async def _back_up(writer: Writer, path: Path, number: int) -> None:
+    target = path.with_name(f"{path.name}.bak-{number}")
+    unfinished = target.with_name(f"{target.name}.part")
+    try:
+        unfinished.unlink(missing_ok=True)
+        await writer.copy_to(unfinished)
+        replace_durably(unfinished, target)
+    except (OSError, Failed) as error:
+        raise Failed(
+            f"the backup {target} before changing the schema could not be written: {error}",
+            "free some space in the folder and start again; the database was not changed",
+        ) from error
+
+
+async def _apply(writer: Writer, path: Path, step: SchemaMigration) -> None:
+    try:
+        async with writer.transaction() as tx:
+            await tx.execute(_BOOKKEEPING)
+            for statement in step.statements:
+                await tx.execute(statement)
+            await tx.execute(
+                "INSERT INTO schema_migrations (number, name, applied_at, gpupool_version) "
+                "VALUES (?, ?, ?, ?)",
+                (step.number, step.name, time.time(), __version__),
+            )
+    except (sqlite3.Error, Failed) as error:
+        detail = explain(error, path) or error if isinstance(error, sqlite3.Error) else error
+        raise Failed(
+            f"schema step {step.number} ({step.name}) of {path} failed: {detail}",
+            "the database was not changed by the step; repair the cause and start again",
+        ) from error
 
 
 class Database:
@@ -52,7 +265,7 @@ class Database:
     ) -> Self:
         """Open or create the database at ``path`` and update the schema.
 
-        The caller must hold the lock of the state folder (``gpupool_state.db``).
+        The caller must hold the lock of the state folder, :class:`gpupool_state.lock.StateLock`.
         ``busy_timeout_s`` is the longest wait for a lock of another program.
 
         Raises:
@@ -159,98 +372,203 @@ async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
         raise damaged(path, verdict[0])
 
 
-class StateLock:
-    """A held lock, returned by ``acquire``; the kernel releases the lock when the process ends."""
+class Source(Protocol):
+    """A source of rows: a transaction, the writer or the database."""
 
-    def __init__(self, folder: Path, descriptor: int) -> None:
-        self.folder = folder
-        self._descriptor: int | None = descriptor
+    async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """Return all rows of a query."""
+        ...
 
-    @classmethod
-    def acquire(cls, folder: Path) -> Self:
-        """Create ``folder`` if missing and lock it for this process.
+
+class Transaction:
+    """An open write transaction; valid only inside its ``async with`` block."""
+
+    def __init__(self, connection: aiosqlite.Connection) -> None:
+        self._connection = connection
+        self._open = True
+
+    async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
+        """Run one statement; return the number of changed rows."""
+        self._check_open()
+        async with self._connection.execute(sql, values) as cursor:
+            return cursor.rowcount
+
+    async def execute_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> int:
+        """Run a statement for each row of values; return the total number of changed rows."""
+        self._check_open()
+        async with self._connection.executemany(sql, rows) as cursor:
+            return cursor.rowcount
+
+    async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """Return all rows of a query, with this transaction's changes."""
+        self._check_open()
+        return list(await self._connection.execute_fetchall(sql, values))
+
+    async def fetch_one(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
+        """Return the first row of a query, or None."""
+        rows = await self.fetch_all(sql, values)
+        return rows[0] if rows else None
+
+    def end(self) -> None:
+        """Make later calls raise RuntimeError, because these would run outside the transaction."""
+        self._open = False
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RuntimeError("this write transaction has ended")
+
+
+class Writer:
+    """The owner of the write connection; runs one transaction at a time, in order of request."""
+
+    def __init__(self, connection: aiosqlite.Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+        self._turn = asyncio.Lock()
+        self._owner: asyncio.Task[Any] | None = None
+        self._closed = False
+        self._durable: bool | None = None  # not set yet
+
+    @asynccontextmanager
+    async def transaction(self, *, durable: bool = True) -> AsyncIterator[Transaction]:
+        """Begin a write transaction, committed at the end of the block, rolled back on errors.
+
+        A committed change survives a kill of the process and, if ``durable``, a power failure. A
+        cancellation during the commit is delivered after the commit.
 
         Raises:
-            Refused: another process has the lock; the message names its pid.
-            Failed: the folder cannot be created or written.
+            Failed: the disk is full, or the database is locked, read-only, damaged or closed.
+            RuntimeError: the same task has a transaction open.
         """
-        path = folder / LOCK_NAME
+        if self._owner is not None and self._owner is asyncio.current_task():
+            raise RuntimeError("a write transaction was opened inside another")
+        async with self._turn:
+            if self._closed:
+                raise Failed(f"the state database {self._path} is closed")
+            self._owner = asyncio.current_task()
+            transaction = Transaction(self._connection)
+            try:
+                with explained(self._path):
+                    await self._begin(durable)
+                    yield transaction
+                    await to_the_end(self._commit())
+            except BaseException:
+                # Without effect if the commit succeeded or SQLite has rolled back.
+                with suppress(sqlite3.Error):
+                    await to_the_end(self._connection.rollback())
+                raise
+            finally:
+                transaction.end()
+                self._owner = None
+
+    async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """Return all rows of a query outside of transactions; to be used only at the start."""
+        with explained(self._path):
+            return list(await self._connection.execute_fetchall(sql, values))
+
+    async def copy_to(self, target: Path) -> None:
+        """Write a consistent, compacted copy of the database; ``target`` must not exist.
+
+        Raises:
+            Failed: the disk is full or the folder cannot be written.
+        """
+        await self.fetch_all("VACUUM INTO ?", (str(target),))
+
+    async def close(self) -> None:
+        """Wait for the transaction under way, then close the connection."""
+        async with self._turn:
+            if not self._closed:
+                self._closed = True
+                await self._connection.close()
+
+    async def _begin(self, durable: bool) -> None:
+        if durable != self._durable:  # SQLite cannot change the level within a transaction
+            level = "FULL" if durable else "NORMAL"
+            await self._connection.execute_fetchall(f"PRAGMA synchronous = {level}")
+            self._durable = durable
+        # IMMEDIATE takes the write lock now, so that a lock of another program fails the
+        # transaction before any work is done.
+        async with self._connection.execute("BEGIN IMMEDIATE"):
+            pass
+
+    async def _commit(self) -> None:
+        # Not connection.commit(), which raises no error if SQLite has rolled the transaction back,
+        # as happens on some disk errors.
+        async with self._connection.execute("COMMIT"):
+            pass
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await ``work`` to the end, even if the caller is cancelled during the wait.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled; raised after ``work`` has ended.
+    """
+    task = asyncio.ensure_future(work)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # O_CLOEXEC, because a child with the descriptor would keep the lock.
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(path, flags, 0o600)
-        except OSError as error:
-            raise _unusable(folder, error) from error
-        try:
-            _lock(descriptor, folder)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return cls(folder, descriptor)
-
-    def release(self) -> None:
-        """Release the lock; repeated calls have no effect."""
-        if self._descriptor is None:
-            return
-        # The file stays: after an unlink, a second process could lock the old file, opened before,
-        # while a third process creates and locks a new file.
-        os.close(self._descriptor)
-        self._descriptor = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancellation = error
+        except Exception:
+            break
+    task.result()
+    if cancellation is not None:
+        raise cancellation
 
 
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise Refused(
-            f"the state folder {folder} is in use by {_holder(descriptor)}",
-            "stop the running gpupoold first, or choose another state folder",
-        ) from error
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    _write_pid(descriptor)
+def explain(error: sqlite3.Error, path: Path) -> Failed | None:
+    """Return the error for the operator, or None if ``error`` is a defect of the program."""
+    code = getattr(error, "sqlite_errorcode", None)
+    meaning = None if code is None else _MEANINGS.get(code & 0xFF)
+    if meaning is None:
+        return None
+    return _failed(meaning, path, str(error))
 
 
-def _write_pid(descriptor: int) -> None:
-    # Errors are ignored: only an error message uses the pid, and the daemon must start on a full
-    # disk. Writing with a fixed length in place needs no new block.
-    try:
-        os.pwrite(descriptor, f"{os.getpid():<20}\n".encode(), 0)
-    except OSError:
-        return
+def damaged(path: Path, detail: str) -> Failed:
+    """Return the error for a database that SQLite's check found damaged; ``detail`` says how."""
+    return _failed(_CORRUPT, path, detail)
 
 
-def _holder(descriptor: int) -> str:
-    text = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-    return f"the process with pid {text}" if text.isdecimal() else "another process"
+def cannot_open(path: Path, detail: str) -> Failed:
+    """Return the error for a file that cannot be opened, for the reason ``detail``."""
+    return _failed(_CANNOT_OPEN, path, detail)
 
 
-def _unusable(folder: Path, error: OSError) -> Failed:
-    return Failed(
-        f"the state folder {folder} cannot be used: {error.strerror or error}",
-        "choose a folder that gpupoold's user can create and write, on a disk mounted read-write "
-        "and with space left",
+def emptied(path: Path, traces: Sequence[str]) -> Refused:
+    """Return the error for a database without content beside ``traces`` of an earlier one."""
+    backups = [name for name in traces if ".bak-" in name]
+    backup = f"the backup {backups[-1]}" if backups else "a backup"
+    return Refused(
+        f"the state database {path} is empty, but its folder has {', '.join(traces)}: what an "
+        "earlier database had is lost or was moved",
+        f"replace {path.name} by {backup}, without {path.name}-wal and {path.name}-shm; or, to "
+        f"start with an empty database, move {', '.join(traces)} to another folder",
     )
 
 
-@asynccontextmanager
-async def turn(path: Path) -> AsyncIterator[None]:
-    """Hold a lock file, which is created if necessary, after waiting for other processes."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _failed(meaning: tuple[str, str], path: Path, detail: str) -> Failed:
+    message, hint = (text.format(path=path) for text in meaning)
+    return Failed(f"{message}: {detail}", hint)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Convert SQLite errors caused by the disk or other programs to ``Failed``.
+
+    Raises:
+        Failed: the disk is full, or the file is locked, read-only, unreadable, damaged or not a
+            database.
+        sqlite3.Error: any other error: a defect of the program.
+    """
     try:
-        await asyncio.to_thread(fcntl.flock, fd, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(fd)
+    except sqlite3.Error as error:
+        clear = explain(error, path)
+        if clear is None:
+            raise
+        raise clear from error

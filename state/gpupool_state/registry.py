@@ -8,14 +8,12 @@ import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from typing import Any
 
-from gpupool_state.db import Database
-from gpupool_state.divisions import KnownDivisions
-from gpupool_state.profiles import ProfileRow, all_profiles, profiles_of, replace_profiles
-from gpupool_state.writer import Transaction
-from gpupoold.domain import Adapter, ModelName, ModelSpec, ModelState, Preset, Targets
+from gpupool_state.db import Database, Source, Transaction
+from gpupoold.domain import Adapter, FittedLaw, ModelName, ModelSpec, ModelState, Preset, Targets
 from gpupoold.errors import NoSuchModel, Refused, UsageError
 
 SELECT_FURTHER = """
@@ -40,6 +38,79 @@ INSERT INTO models (
     state, created_at
 ) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
+
+_INSERT_DIVISION = """
+INSERT INTO divisions (model, engine_version, degree, reason)
+SELECT name, ?2, ?3, ?4 FROM models WHERE name = ?1
+"""
+
+
+class ProfilePhase(StrEnum):
+    """The phase described by a profile."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SWITCH = "switch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRow(FittedLaw):
+    """The measured latency of a model in one phase on one kind of device.
+
+    ``device`` is the name of the kind of device, ``dtype`` the type of the weights. The constant of
+    a switch is in bytes per second, without a fit. ``measured_at`` is in wall-clock seconds.
+    """
+
+    device: str
+    phase: ProfilePhase
+    engine_version: str
+    revision: str | None
+    dtype: str
+    measured_at: float
+
+
+_PROFILE_COLUMNS = ("model", *(field.name for field in fields(ProfileRow)))
+_PROFILE_NAMES = ", ".join(_PROFILE_COLUMNS)
+_INSERT_PROFILE = (
+    f"INSERT INTO profiles ({_PROFILE_NAMES}) VALUES ({', '.join('?' * len(_PROFILE_COLUMNS))})"
+)
+_SELECT_PROFILES = f"SELECT {_PROFILE_NAMES} FROM profiles"
+_ORDER = "ORDER BY model, measured_at, device, phase"
+
+
+async def replace_profiles(tx: Transaction, model: str, rows: Sequence[ProfileRow]) -> None:
+    """Replace a model's profiles on the devices named in ``rows``."""
+    for device in sorted({row.device for row in rows}):
+        await tx.execute("DELETE FROM profiles WHERE model = ? AND device = ?", (model, device))
+    await tx.execute_many(_INSERT_PROFILE, [_values(model, row) for row in rows])
+
+
+async def profiles_of(source: Source, model: str) -> tuple[ProfileRow, ...]:
+    """Return all profiles of a model, the latest last."""
+    rows = await source.fetch_all(f"{_SELECT_PROFILES} WHERE model = ? {_ORDER}", (model,))
+    return tuple(map(_profile_row, rows))
+
+
+async def all_profiles(source: Source) -> dict[str, tuple[ProfileRow, ...]]:
+    """Return the profiles by name of the model; models without profiles are left out."""
+    found: dict[str, list[ProfileRow]] = {}
+    for row in await source.fetch_all(f"{_SELECT_PROFILES} {_ORDER}"):
+        found.setdefault(row["model"], []).append(_profile_row(row))
+    return {model: tuple(rows) for model, rows in found.items()}
+
+
+def _values(model: str, row: ProfileRow) -> tuple[str | int | float | None, ...]:
+    values = {field.name: getattr(row, field.name) for field in fields(row)}
+    # json.dumps writes enough digits of a float to read back the same value.
+    changed = {"phase": row.phase.value, "constants": json.dumps(row.constants)}
+    return (model, *(values | changed).values())
+
+
+def _profile_row(row: sqlite3.Row) -> ProfileRow:
+    values = {field.name: row[field.name] for field in fields(ProfileRow)}
+    values["phase"] = ProfilePhase(row["phase"])
+    values["constants"] = tuple(json.loads(row["constants"]))
+    return ProfileRow(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,3 +512,31 @@ def read_further(text: str) -> tuple[tuple[Preset, ...], tuple[Adapter, ...]]:
         else:
             adapters.append(Adapter(name=name, **fields))
     return tuple(presets), tuple(adapters)
+
+
+class KnownDivisions:
+    """The numbers of GPUs that cannot divide a model, with vLLM's reason, by version of vLLM.
+
+    The verdicts on a model end with the model, and with a change of its options.
+    """
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def of_version(self, engine_version: str) -> dict[str, dict[int, str]]:
+        """Return the reasons of a version of vLLM, by model and number of GPUs."""
+        rows = await self._db.fetch_all(
+            "SELECT model, degree, reason FROM divisions WHERE engine_version = ?",
+            (engine_version,),
+        )
+        found: dict[str, dict[int, str]] = {}
+        for row in rows:
+            found.setdefault(row["model"], {})[row["degree"]] = row["reason"]
+        return found
+
+    async def replace(self, model: str, engine_version: str, reasons: Mapping[int, str]) -> None:
+        """Replace the verdicts on a model; no effect on a model that is not registered."""
+        async with self._db.write() as tx:
+            await tx.execute("DELETE FROM divisions WHERE model = ?", (model,))
+            values = [(model, engine_version, degree, why) for degree, why in reasons.items()]
+            await tx.execute_many(_INSERT_DIVISION, values)

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 
 from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.processes import descendants
-from gpupoold.latency.stored import StoredLatency
+from gpupoold.latency.models import StoredLatency
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.latency.stored import Profile
+from gpupoold.latency.models import Profile
 from tests.functional.daemon_tools import weight_bytes
 from tests.functional.worker_peer import WorkerPeer
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.fit import estimate_weight_bytes
+from gpupoold.checkpoints.survey import estimate_weight_bytes
 from tests.functional.processor import HAS_AMX
 from tests.functional.test_tiny_models_in_vllm import answers
 from tests.functional.worker_peer import WorkerPeer

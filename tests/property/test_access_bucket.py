@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from gpupoold.access.bucket import Bucket
+from gpupoold.access.rates import Bucket
 
 PER_MINUTE = st.integers(1, 10_000)
 GAPS_S = st.lists(st.floats(0, 120) | st.just(0.0), min_size=1, max_size=60)

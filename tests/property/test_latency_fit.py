@@ -7,13 +7,15 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.latency.fit import DecodeSample, PrefillSample, Weighting
 from gpupoold.latency.models import (
     DecodeBatch,
     DecodeModel,
+    DecodeSample,
     LinearDecode,
     LinearPrefill,
     PrefillModel,
+    PrefillSample,
+    Weighting,
 )
 from gpupoold.worker.fitting import fit_decode, fit_prefill, solve
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.latency.hardware import hardware, hardware_profiles
 from gpupoold.latency.profiles import (
     MeasuredProfile,
     distance,
@@ -14,7 +13,7 @@ from gpupoold.latency.profiles import (
     scale_decode,
     scale_prefill,
 )
-from gpupoold.latency.shape import builtin_shape, builtin_shapes
+from gpupoold.latency.shape import builtin_shape, builtin_shapes, hardware, hardware_profiles
 
 gpus = st.sampled_from(sorted(hardware_profiles()))
 models = st.sampled_from(sorted(builtin_shapes()))

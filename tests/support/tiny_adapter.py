@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpupoold.checkpoints.files import TensorEntry, read_tensors
 from gpupoold.checkpoints.layout import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
 from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder
-from gpupoold.checkpoints.tensor_file import TensorEntry, read_tensors
 from gpupoold.errors import Refused, UsageError
 
 if TYPE_CHECKING:

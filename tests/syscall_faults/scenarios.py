@@ -16,7 +16,8 @@ from gpupoold.access.peers import AdminGroups
 from gpupoold.checkpoints import fetcher
 from gpupoold.checkpoints.download import download
 from gpupoold.checkpoints.fetcher import PART_FOLDER
-from gpupoold.checkpoints.manifest import HubFile, Manifest, read_manifest, write_manifest
+from gpupoold.checkpoints.hub import HubFile
+from gpupoold.checkpoints.manifest import Manifest, read_manifest, write_manifest
 from gpupoold.config.file import read_config_file
 from gpupoold.config.schema import Settings
 from gpupoold.control.operations import Configuration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from gpupool_state.rows import MINUTES
+from gpupool_state.history import MINUTES
 from gpupoold.domain import Lateness, RequestStages
 from gpupoold.scheduling.explain import Standing
 from tests.conftest import ROOT

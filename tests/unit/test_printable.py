@@ -8,7 +8,7 @@ import logging
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from gpupoold.printable import LineFormatter, clean, plain_problem, without_controls
+from gpupoold.units import LineFormatter, clean, plain_problem, without_controls
 
 # Moves the cursor, writes to the clipboard, the same by a C1 character, and ends lines.
 HOSTILE = "a\x1b[2J\x1b]52;c;ZXZpbA==\x07\x9b31m\x7f\r\v\f\x85\u2028b"

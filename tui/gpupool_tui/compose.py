@@ -17,7 +17,7 @@ from gpupool_tui.text import Line, Span, as_ascii, fit, fit_line, restyled
 from gpupool_tui.view import Panel, View
 from gpupoold.api.schemas import DeviceInfo
 from gpupoold.domain import Event
-from gpupoold.printable import clean
+from gpupoold.units import clean
 
 _LANE_LEFT = 5
 _LANE_RIGHT = 6

@@ -14,7 +14,7 @@ from gpupoold.api.schemas import DeviceInfo, GpuInfo, ModelUsage, RequestInfo, T
 from gpupoold.api.schemas_explain import DeviceTurns, Why
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.domain import Event
-from gpupoold.printable import clean
+from gpupoold.units import clean
 
 Fields = dict[str, str]
 

@@ -11,7 +11,7 @@ from gpupool_tui.table import TableColumn, figure, or_least, plain
 from gpupool_tui.text import Line, Span, fit
 from gpupool_tui.view import View
 from gpupoold.api.schemas import DeviceInfo
-from gpupoold.printable import clean
+from gpupoold.units import clean
 
 _GAUGE_CELLS = 6
 _HOT_C = 85.0

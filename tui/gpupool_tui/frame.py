@@ -9,7 +9,7 @@ from gpupool_tui.picture import Picture
 from gpupool_tui.text import Line, Span, fit_line, width_of
 from gpupool_tui.view import Panel, View
 from gpupoold.api.schemas import Top
-from gpupoold.printable import clean
+from gpupoold.units import clean
 
 _STATE_STYLES = {"ready": "good", "starting": "warn", "stopping": "warn"}
 

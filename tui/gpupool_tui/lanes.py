@@ -12,7 +12,7 @@ from gpupool_tui.glyphs import Glyphs
 from gpupool_tui.numbers import duration
 from gpupool_tui.text import Line, Span, cell_len, fit
 from gpupoold.api.schemas import DeviceInfo, TurnInfo
-from gpupoold.printable import clean
+from gpupoold.units import clean
 
 NUM_COLOURS = 8
 _LEAST_SHARE = 0.1

@@ -13,7 +13,7 @@ from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.api.schemas import AdditionInfo, TopModel
 from gpupoold.api.schemas_models import amount_text
-from gpupoold.printable import clean
+from gpupoold.units import clean
 
 GOOD_ATTAINMENT = 0.9
 _STATE_STYLES = {"ready": "good", "loading": "warn", "draining": "warn", "failed": "bad"}

@@ -10,7 +10,7 @@ from gpupool_tui.table import TableColumn, figure, plain
 from gpupool_tui.text import Line, Span
 from gpupool_tui.view import View
 from gpupoold.api.schemas import RequestInfo
-from gpupoold.printable import clean
+from gpupoold.units import clean
 
 
 def key_of(request: RequestInfo) -> str:

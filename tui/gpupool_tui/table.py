@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from gpupool_tui.numbers import NOTHING
 from gpupool_tui.text import Line, Span, fit, fit_line, restyled, width_of
 from gpupool_tui.view import Sorting, View
-from gpupoold.printable import clean
+from gpupoold.units import clean
 
 Row = TypeVar("Row")
 GAP = 1

@@ -15,14 +15,13 @@ from gpupoold.api.schemas import AdditionInfo
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
 from gpupoold.checkpoints.check import CheckpointInfo
 from gpupoold.checkpoints.download import Part, checkpoint_dir, download
-from gpupoold.checkpoints.fit import check_fits
 from gpupoold.checkpoints.hub import Hub
 from gpupoold.checkpoints.hub_cache import FoundSnapshot, find_snapshot
+from gpupoold.checkpoints.layout import Content
 from gpupoold.checkpoints.manifest import read_manifest
 from gpupoold.checkpoints.peers import Peers
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
-from gpupoold.checkpoints.selection import Content
-from gpupoold.checkpoints.survey import CheckpointSurvey
+from gpupoold.checkpoints.survey import CheckpointSurvey, check_fits
 from gpupoold.config.schema import Settings
 from gpupoold.control.access import read_secret
 from gpupoold.control.models.controller import ModelController

@@ -13,8 +13,7 @@ from gpupoold.checkpoints.parsers import FoundParsers
 from gpupoold.config.schema import Settings
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.engine_options.names import with_adapter_support
-from gpupoold.latency.models import LatencyModel, SwitchModel
-from gpupoold.latency.stored import Profile, StoredFit, StoredLatency
+from gpupoold.latency.models import LatencyModel, Profile, StoredFit, StoredLatency, SwitchModel
 from gpupoold.wire import messages as m
 from gpupoold.wire.messages import LoadedModel, WorkerReady
 

@@ -28,7 +28,7 @@ from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.domain import ModelSpec, ModelState
 from gpupoold.errors import GpupoolError, Refused, TimedOut
-from gpupoold.latency.errors import LatencyError
+from gpupoold.latency.shape import LatencyError
 from gpupoold.memory.prefix_files import remove_files
 from gpupoold.memory.prefix_table import owners_of
 from gpupoold.scheduling.hosting import HostingReason

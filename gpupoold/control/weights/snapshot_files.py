@@ -34,8 +34,8 @@ import msgspec
 from blake3 import blake3
 
 from gpupoold.errors import Failed
+from gpupoold.files import replace_durably
 from gpupoold.memory.libc import create_memfd
-from gpupoold.system import durable
 from gpupoold.units import format_bytes
 
 _logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class SnapshotFiles:
                 _check_disk_space(path, num_bytes)
                 draft.unlink(missing_ok=True)
                 _write_draft(draft, key, fd, layout_digest, self_check)
-                durable.replace(draft, path)
+                replace_durably(draft, path)
             except (OSError, ValueError) as error:
                 raise Failed(
                     f"{path}: saving a snapshot of {format_bytes(num_bytes)} failed: {error}",

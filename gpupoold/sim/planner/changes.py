@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpupoold.errors import UsageError
-from gpupoold.latency.hardware import hardware, hardware_profiles
 from gpupoold.latency.models import SwitchModel
+from gpupoold.latency.shape import hardware, hardware_profiles
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.model import SimModel
 from gpupoold.sim.planner.run import Setup

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, Targets
 from gpupoold.errors import UsageError
-from gpupoold.latency.errors import DataError
-from gpupoold.latency.shape import builtin_shape
+from gpupoold.latency.shape import DataError, builtin_shape
 from gpupoold.sim.planner.models import Checkpoint, PlannedModel, read_checkpoint
 from gpupoold.units import parse_duration_s, parse_size_bytes
 

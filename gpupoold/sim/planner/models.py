@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.fit import estimate_weight_bytes
+from gpupoold.checkpoints.survey import estimate_weight_bytes
 from gpupoold.domain import Targets
 from gpupoold.errors import Refused, UsageError
-from gpupoold.latency.errors import LatencyError
-from gpupoold.latency.hardware import hardware
-from gpupoold.latency.models import LatencyModel
+from gpupoold.latency.models import LatencyModel, StoredLatency
 from gpupoold.latency.profiles import latency_for
-from gpupoold.latency.shape import MAX_GROUP_GPUS, ModelShape, from_hf_config, parse_group_name
-from gpupoold.latency.stored import StoredLatency
+from gpupoold.latency.shape import (
+    MAX_GROUP_GPUS,
+    LatencyError,
+    ModelShape,
+    from_hf_config,
+    hardware,
+    parse_group_name,
+)
 from gpupoold.sim.boxes import USABLE_SHARE, Box
 from gpupoold.sim.model import SimModel
 

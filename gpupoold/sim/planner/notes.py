@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from gpupoold.latency.hardware import hardware
-from gpupoold.latency.shape import group_name
+from gpupoold.latency.shape import group_name, hardware
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.host_defaults import engine_costs, host_memory
 from gpupoold.sim.planner.changes import names_text

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpupoold.latency.errors import LatencyError
+from gpupoold.latency.shape import LatencyError
 from gpupoold.scheduling.observed import OutputLengthPredictor
 from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request

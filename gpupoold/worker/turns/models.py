@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
 from gpupoold.errors import Failed, GpupoolError
-from gpupoold.latency.stored import Profile
+from gpupoold.latency.models import Profile
 from gpupoold.memory.contracts import Device
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.pages import PagePool

@@ -25,8 +25,8 @@ from vllm.model_executor.models.utils import process_eagle_weight
 
 from gpupoold.checkpoints.adapter_check import estimate_slot_bytes
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.fit import estimate_weight_bytes, model_dtype_bits
-from gpupoold.checkpoints.tensor_file import TensorEntry, read_tensors
+from gpupoold.checkpoints.files import TensorEntry, read_tensors
+from gpupoold.checkpoints.survey import estimate_weight_bytes, model_dtype_bits
 from gpupoold.engine_options.names import max_rank, num_slots
 from gpupoold.errors import Refused, ServerError
 from gpupoold.memory.contracts import Device, PageRun

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gpupoold.access.bucket import Bucket
+from gpupoold.access.rates import Bucket
 
 
 def test_minute_s_worth_at_once_then_at_its_pace() -> None:

@@ -8,7 +8,7 @@ import pwd
 import threading
 import time
 
-from gpupoold.access.names import NameService, group_id, user_name
+from gpupoold.access.peers import NameService, group_id, user_name
 
 # Nothing here may take so long, on however busy a machine.
 PATIENCE_S = 20.0

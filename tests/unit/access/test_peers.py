@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.access import peers
-from gpupoold.access.names import NameService
-from gpupoold.access.peers import AdminGroups, Peer, Right, needed_for, peer_of
+from gpupoold.access.peers import AdminGroups, NameService, Peer, Right, needed_for, peer_of
 from gpupoold.errors import Forbidden
 
 # Groups that every system has, none of them of the user that runs the tests.

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from gpupoold.access.names import NameService
-from gpupoold.access.peers import AdminGroups
+from gpupoold.access.peers import AdminGroups, NameService
 from gpupoold.admin.app import Door, Guard, PeerProtocol
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

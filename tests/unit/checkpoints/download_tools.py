@@ -11,9 +11,9 @@ import pytest
 
 from gpupoold.checkpoints.download import download
 from gpupoold.checkpoints.fetcher import PART_FOLDER
+from gpupoold.checkpoints.layout import Content
 from gpupoold.checkpoints.manifest import read_manifest
 from gpupoold.checkpoints.peers import Peers
-from gpupoold.checkpoints.selection import Content
 from gpupoold.errors import Failed, GpupoolError
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import FakeHub

@@ -237,7 +237,7 @@ class TestWeights:
 def test_nothing_heavy_is_imported() -> None:
     code = (
         "import sys\n"
-        "from gpupoold.checkpoints import check, download, fit, resolve\n"
+        "from gpupoold.checkpoints import check, download, resolve, survey\n"
         "heavy = {'torch', 'vllm', 'transformers', 'huggingface_hub', 'safetensors', 'numpy'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -11,7 +11,7 @@ import pytest
 
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.download import checkpoint_dir, download
-from gpupoold.checkpoints.selection import Content
+from gpupoold.checkpoints.layout import Content
 from gpupoold.errors import Refused
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.download_tools import (

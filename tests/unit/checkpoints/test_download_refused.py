@@ -144,7 +144,7 @@ class TestRefused:
         def full(_draft: Path, path: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-        monkeypatch.setattr("gpupoold.system.durable.replace", full)
+        monkeypatch.setattr("gpupoold.checkpoints.fetcher.replace_durably", full)
         told = refusal(Failed, tmp_path / "m")
         assert f"cannot write {tmp_path}/m/" in told
         assert "No space left on device (the downloaded part is kept" in told

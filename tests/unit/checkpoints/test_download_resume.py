@@ -17,7 +17,8 @@ from gpupoold.checkpoints import hub as hub_module
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.download import download
 from gpupoold.checkpoints.fetcher import PART_FOLDER
-from gpupoold.checkpoints.manifest import MANIFEST_FILE, HubFile, Manifest, read_manifest
+from gpupoold.checkpoints.hub import HubFile
+from gpupoold.checkpoints.manifest import MANIFEST_FILE, Manifest, read_manifest
 from gpupoold.errors import Failed, Refused
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.download_tools import (

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.checkpoints.drafter import drafter_elements
-from gpupoold.checkpoints.fit import estimate_weight_bytes
+from gpupoold.checkpoints.survey import drafter_elements, estimate_weight_bytes
 from gpupoold.errors import Refused
 from tests.unit.checkpoints.test_fit import BF16, MIB
 

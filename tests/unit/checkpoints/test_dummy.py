@@ -10,7 +10,7 @@ import pytest
 
 from gpupoold.checkpoints import dummy as dummy
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.fit import estimate_weight_bytes
+from gpupoold.checkpoints.survey import estimate_weight_bytes
 from gpupoold.errors import Refused, UsageError
 from gpupoold.latency.shape import builtin_shapes, from_hf_config
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gpupoold.checkpoints.check import CheckpointInfo
-from gpupoold.checkpoints.fit import MODEL_DTYPE_BITS, check_fits, estimate_weight_bytes
-from gpupoold.checkpoints.tensor_file import DTYPE_BITS
+from gpupoold.checkpoints.files import DTYPE_BITS
+from gpupoold.checkpoints.survey import MODEL_DTYPE_BITS, check_fits, estimate_weight_bytes
 from gpupoold.errors import Refused, UsageError
 
 MIB = 2**20

@@ -11,7 +11,7 @@ import pytest
 
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.download import download
-from gpupoold.checkpoints.formats import UNREAD_QUANTIZATION
+from gpupoold.checkpoints.layout import UNREAD_QUANTIZATION
 from gpupoold.errors import Refused
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import FakeHub

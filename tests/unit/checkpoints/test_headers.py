@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from gpupoold.checkpoints import headers
+from gpupoold.checkpoints import manifest
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
 from gpupoold.checkpoints.download import Part, download
-from gpupoold.checkpoints.fit import check_fits, estimate_weight_bytes
-from gpupoold.checkpoints.headers import HEADERS_FOLDER, remote_weights
+from gpupoold.checkpoints.manifest import HEADERS_FOLDER, remote_weights
+from gpupoold.checkpoints.survey import check_fits, estimate_weight_bytes
 from gpupoold.errors import Failed, GpupoolError, Refused
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import LFS_SUFFIXES, FakeHub
@@ -28,7 +28,7 @@ FIRST_BYTES = 1 << 16
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headers, "FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr(manifest, "FIRST_RETRY_S", 0.001)
 
 
 def fetch(target: Path, part: Part = "small files", *, allow_pickle: bool = False) -> Path:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.checkpoints.check import check_checkpoint
+from gpupoold.checkpoints.check import check_checkpoint, check_modules, is_pooling
 from gpupoold.checkpoints.layout import files_to_download, is_weight_file
-from gpupoold.checkpoints.modules import check_modules, is_pooling
 from gpupoold.errors import Refused
 
 POOLING = "sentence_transformers.models.Pooling"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gpupoold.checkpoints.numbers import check_numbers, dotted, numbers
+from gpupoold.checkpoints.check import check_numbers, dotted, numbers
+from gpupoold.checkpoints.files import TensorEntry
 from gpupoold.checkpoints.survey import CheckpointSurvey, survey_checkpoint
-from gpupoold.checkpoints.tensor_file import TensorEntry
 from gpupoold.errors import Refused
 from tests.unit.checkpoints import samples
 
@@ -153,7 +153,7 @@ def test_tiny_models_of_all_kinds_pass(
 
 
 def test_a_tensor_is_counted_by_its_first_index() -> None:
-    from gpupoold.checkpoints.numbers import TensorFacts
+    from gpupoold.checkpoints.check import TensorFacts
 
     names = ("model.layers.3.mlp.experts.127.up.weight", "model.norm.weight", "h.1.attn")
     facts = TensorFacts.of(TensorEntry(name, "F16", 8, 0, 16, (4, 2)) for name in names)

@@ -14,8 +14,8 @@ import uvicorn
 
 from gpupoold.access.fleet import HEADER, make_secret, sign
 from gpupoold.checkpoints import peers as peers_module
-from gpupoold.checkpoints.hub import Hub
-from gpupoold.checkpoints.manifest import HubFile, read_manifest
+from gpupoold.checkpoints.hub import Hub, HubFile
+from gpupoold.checkpoints.manifest import read_manifest
 from gpupoold.checkpoints.peers import PATH, PeerHub, Peers, Sources
 from gpupoold.errors import Failed
 from gpupoold.frontend.callers import FleetCalls

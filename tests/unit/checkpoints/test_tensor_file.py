@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from gpupoold.checkpoints.tensor_file import elements_by_dtype, read_tensors
+from gpupoold.checkpoints.files import elements_by_dtype, read_tensors
 from gpupoold.errors import Refused
 from tests.unit.checkpoints import samples
 

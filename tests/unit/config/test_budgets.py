@@ -19,7 +19,7 @@ from gpupoold.config.budgets import (
     work_out,
 )
 from gpupoold.config.machine import Machine, MachineDevice, MachineError
-from gpupoold.latency.hardware import hardware
+from gpupoold.latency.shape import hardware
 from gpupoold.units import parse_size_bytes
 
 DOCS = Path(__file__).parents[3] / "docs" / "configuration.md"

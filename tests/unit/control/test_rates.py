@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupoold.access.rate_use import RateUse
+from gpupoold.access.rates import RateUse
 from gpupoold.control.access import KeyRates
 
 

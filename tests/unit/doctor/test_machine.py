@@ -9,7 +9,7 @@ from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.doctor.facts import Gpu, GpuFacts, MemoryFacts
 from gpupoold.doctor.machine import find_machine, machine_of
 from gpupoold.errors import ConfigError
-from gpupoold.latency.hardware import hardware
+from gpupoold.latency.shape import hardware
 
 GIB = 2**30
 MEMORY = MemoryFacts(256 * GIB, 200 * GIB, limit_bytes=128 * GIB, huge_bytes=16 * GIB)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpupool_state.migrations import MIGRATIONS
+from gpupool_state.db import MIGRATIONS
 from gpupoold.config.schema import parse_settings
 from gpupoold.doctor import probe_gpu, probes
 from gpupoold.doctor.facts import DaemonFacts, Gpu, GpuFacts

@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 
 import pytest
 
-from gpupoold.access.rate_use import RateUse
+from gpupoold.access.rates import RateUse
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas_access import FleetReport
 from gpupoold.api.schemas_models import AddModelRequest

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.access.rate_use import RateUse
+from gpupoold.access.rates import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest, FleetModel
 from gpupoold.api.schemas_models import AddModelRequest, SetModelRequest
 from gpupoold.errors import Failed, NoSuchKey, NoSuchModel, Refused, UsageError

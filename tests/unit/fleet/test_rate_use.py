@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from gpupoold.access.rate_use import RateUse
+from gpupoold.access.rates import RateUse
 from gpupoold.fleet.routing import RateGrowth, RateSums
 
 NODES = ("a", "b", "c")

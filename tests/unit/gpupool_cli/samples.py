@@ -24,7 +24,7 @@ from gpupoold.api.schemas import (
 )
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.domain import Event, Folder, ModelName, Switch
-from gpupoold.latency.stored import StoredFit, StoredLatency
+from gpupoold.latency.models import StoredFit, StoredLatency
 
 GIB = 1024**3
 AT = 1_750_000_000.0

@@ -25,9 +25,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from gpupool_state import DATABASE_NAME, Database, History, MinuteRow, Registry, migrations
-from gpupool_state.migrations import MIGRATIONS, SchemaMigration
-from gpupool_state.writer import Writer
+from gpupool_state import DATABASE_NAME, Database, History, MinuteRow, Registry, db as migrations
+from gpupool_state.db import MIGRATIONS, SchemaMigration, Writer
 from gpupoold.domain import ModelName, ModelSpec, ModelState
 
 # A database is used for so many kills: then it would take longer to check than to write.

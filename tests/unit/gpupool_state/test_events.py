@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from gpupool_state import Database, History, HistoryLimits
+from gpupool_state import Database, History
 from gpupoold.domain import Event
 
 pytestmark = pytest.mark.asyncio
 
 
 @pytest_asyncio.fixture
-async def history(db: Database) -> AsyncIterator[History]:
-    limits = HistoryLimits(num_events_in_memory=5)
-    kept = History(db, limits, flush_interval_s=60, now=lambda: 7.0)
+async def history(db: Database, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[History]:
+    monkeypatch.setattr("gpupool_state.history.NUM_EVENTS_IN_MEMORY", 5)
+    kept = History(db, flush_interval_s=60, now=lambda: 7.0)
     await kept.start()
     yield kept
     await kept.stop()

@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 import pytest_asyncio
 
-from gpupool_state import Database, History, HistoryLimits, RequestRow
+from gpupool_state import Database, History, RequestRow
 from gpupoold.domain import DeviceId, FinishReason
 
 pytestmark = pytest.mark.asyncio
@@ -30,8 +30,9 @@ def request(number: int, padding: int = 0) -> RequestRow:
 
 
 @pytest_asyncio.fixture
-async def history(db: Database) -> AsyncIterator[History]:
-    kept = History(db, HistoryLimits(num_buffered=20), flush_interval_s=60)
+async def history(db: Database, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[History]:
+    monkeypatch.setattr("gpupool_state.history.NUM_BUFFERED_ROWS", 20)
+    kept = History(db, flush_interval_s=60)
     await kept.start()
     yield kept
     await kept.stop()

@@ -27,7 +27,7 @@ def test_importing_the_package_loads_nothing_else() -> None:
         "gpupoold.api_keys",
         "gpupoold.domain",
         "gpupoold.event_kinds",
-        "gpupoold.system",
-        "gpupoold.system.durable",
+        "gpupoold.files",
         "gpupoold.errors",
+        "gpupoold.units",
     }

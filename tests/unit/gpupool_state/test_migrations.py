@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpupool_state import Database
-from gpupool_state.migrations import MIGRATIONS, SchemaMigration, applied, pending
+from gpupool_state.db import MIGRATIONS, SchemaMigration, applied, pending
 from gpupoold import __version__
 from gpupoold.errors import Failed, Refused
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.models import SwitchModel
+from gpupoold.latency.shape import LatencyError
 from gpupoold.sim.policies.packing import cantelli_factor
 
 GB = 1e9

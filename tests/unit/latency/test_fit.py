@@ -6,9 +6,17 @@ import math
 
 import pytest
 
-from gpupoold.latency.errors import FitError
-from gpupoold.latency.fit import DecodeSample, PrefillSample, Weighting, quality_of
-from gpupoold.latency.models import DecodeBatch, LinearDecode, LinearPrefill, PrefillModel
+from gpupoold.latency.models import (
+    DecodeBatch,
+    DecodeSample,
+    LinearDecode,
+    LinearPrefill,
+    PrefillModel,
+    PrefillSample,
+    Weighting,
+    quality_of,
+)
+from gpupoold.latency.shape import FitError
 from gpupoold.worker.fitting import fit_decode, fit_prefill, solve
 
 TRUE = LinearDecode(context_s=1e-7, sequence_s=1e-4, base_s=0.009)

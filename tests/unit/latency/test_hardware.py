@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.latency.errors import DataError
-from gpupoold.latency.hardware import NUMBERS, hardware, hardware_profiles, profile_from
+from gpupoold.latency.shape import NUMBERS, DataError, hardware, hardware_profiles, profile_from
 
 WANTED = {"A10", "A100-40", "A100-80", "H100", "H800", "H200", "H20", "L40S", "RTX 4090"}
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from gpupoold.latency.errors import LatencyError
 from gpupoold.latency.models import (
     DecodeBatch,
     DecodeModel,
@@ -16,7 +15,7 @@ from gpupoold.latency.models import (
     PrefillModel,
     SwitchModel,
 )
-from gpupoold.latency.shape import builtin_shape
+from gpupoold.latency.shape import LatencyError, builtin_shape
 
 H, M, B = 4096, 11008, 128
 

@@ -8,8 +8,6 @@ from importlib import resources
 
 import pytest
 
-from gpupoold.latency.errors import DataError, LatencyError
-from gpupoold.latency.hardware import hardware
 from gpupoold.latency.models import DecodeBatch
 from gpupoold.latency.profiles import (
     COLUMNS,
@@ -18,7 +16,7 @@ from gpupoold.latency.profiles import (
     measured_profiles,
     parse,
 )
-from gpupoold.latency.shape import builtin_shape
+from gpupoold.latency.shape import DataError, LatencyError, builtin_shape, hardware
 from scripts.fit_profiles import decode_floors, prefill_floors
 
 PROFILES = measured_profiles()

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
-from gpupoold.latency.errors import DataError, ShapeError
-from gpupoold.latency.shape import ModelShape, builtin_shape, builtin_shapes, from_hf_config
+from gpupoold.latency.shape import (
+    DataError,
+    ModelShape,
+    ShapeError,
+    builtin_shape,
+    builtin_shapes,
+    from_hf_config,
+)
 
 KIB = 1024
 

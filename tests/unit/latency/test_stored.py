@@ -8,16 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpupoold.latency.errors import DataError
-from gpupoold.latency.fit import Fit, FitQuality
 from gpupoold.latency.models import (
     DecodeBatch,
     DecodeModel,
+    Fit,
+    FitQuality,
     LinearDecode,
     LinearPrefill,
     PrefillModel,
+    Profile,
+    StoredFit,
+    StoredLatency,
 )
-from gpupoold.latency.stored import Profile, StoredFit, StoredLatency
+from gpupoold.latency.shape import DataError
 
 QUALITY = FitQuality(0.99, 0.02, 0.05, 9)
 PREFILL = PrefillModel(4096, 14336, 1e-13, 2e-9, 0.004)

@@ -9,7 +9,7 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
-from gpupoold.latency.hardware import hardware
+from gpupoold.latency.shape import hardware
 from gpupoold.sim.boxes import Box, box_models, groups_text, models_on, parse_box, parse_groups
 
 

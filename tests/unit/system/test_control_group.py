@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.system.control_group import memory_limit_bytes, memory_room_bytes
+from gpupoold.system.kernel_memory import memory_limit_bytes, memory_room_bytes
 
 NO_LIMIT = "9223372036854771712"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from gpupoold.system.loop_lag import measure_lag
+from gpupoold.system.process import measure_lag
 
 
 async def test_what_holds_the_loop_up_is_seen() -> None:

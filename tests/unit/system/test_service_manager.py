@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.system.service_manager import informed
-from gpupoold.system.systemd import Notifier
+from gpupoold.system.systemd import Notifier, informed
 from tests.service_manager import FakeManager
 
 

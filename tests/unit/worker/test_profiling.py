@@ -11,8 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpupoold.errors import Failed
-from gpupoold.latency.models import DecodeBatch, LinearDecode, LinearPrefill, PrefillModel
-from gpupoold.latency.stored import Profile
+from gpupoold.latency.models import DecodeBatch, LinearDecode, LinearPrefill, PrefillModel, Profile
 from gpupoold.memory.kv_extents import KvGeometry, KvRow, Place
 from gpupoold.wire.messages import LoadedModel, RequestProgress
 from gpupoold.worker.kv.page_eviction import Use

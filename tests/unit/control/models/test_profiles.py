@@ -17,9 +17,7 @@ from gpupoold.control.models.descriptions import (
     profile_rows,
 )
 from gpupoold.domain import DeviceFacts, ModelName, ModelSpec, ModelState
-from gpupoold.latency.fit import Fit, FitQuality
-from gpupoold.latency.models import LinearDecode, PrefillModel
-from gpupoold.latency.stored import Profile, StoredFit
+from gpupoold.latency.models import Fit, FitQuality, LinearDecode, PrefillModel, Profile, StoredFit
 from gpupoold.wire.messages import LoadedModel, WorkerReady
 
 A10 = WorkerReady(DeviceFacts(24 << 30, 2 << 20, 2e10), "0.32.0", "NVIDIA A10")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpupoold.domain import RequestRecord
-from gpupoold.latency.stored import StoredFit
+from gpupoold.latency.models import StoredFit
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

@@ -10,9 +10,9 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
+from gpupoold.latency.models import StoredFit, StoredLatency
 from gpupoold.latency.profiles import latency_for
 from gpupoold.latency.shape import builtin_shape
-from gpupoold.latency.stored import StoredFit, StoredLatency
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.planner.groups import GroupQuestion, choose_groups, group_throughput, groupings
 from gpupoold.sim.planner.load import poisson_load

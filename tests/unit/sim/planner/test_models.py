@@ -10,8 +10,8 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
+from gpupoold.latency.models import StoredFit, StoredLatency
 from gpupoold.latency.shape import builtin_shape
-from gpupoold.latency.stored import StoredFit, StoredLatency
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.planner.file import read_models
 from gpupoold.sim.planner.models import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.regular_files import UnfitFile, opened, read_bounded
+from gpupoold.files import UnfitFile, opened, read_bounded
 
 
 def make_fifo(path: Path) -> None:

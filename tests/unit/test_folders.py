@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.system import folders
+from gpupoold import files
 from tests.conftest import ROOT
 
 # Permissions do not bind root, so that root becomes another user first.
@@ -22,7 +22,7 @@ from pathlib import Path
 from gpupoold.checkpoints.check import list_folder
 from gpupoold.checkpoints.resolve import resolve
 from gpupoold.errors import Refused
-from gpupoold.system.folders import hint_to_read, hint_to_write
+from gpupoold.files import hint_to_read, hint_to_write
 if os.geteuid() == 0:
     os.setgroups([])
     os.setgid(4000000)
@@ -94,7 +94,7 @@ def test_a_folder_of_another_user(home: Path) -> None:
     missing = home / "downloads"
     said = ask(missing)
     assert f"mkdir -p {missing} && chown " in said["write"]
-    assert folders.hint_to_write(home) == "" or os.geteuid() != 0
+    assert files.hint_to_write(home) == "" or os.geteuid() != 0
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,7 @@ def test_a_disk_that_cannot_be_written(
         f"mount --bind {tmp_path} {tmp_path} && mount -o remount,ro,bind {tmp_path} || exit 77; "
         f'exec {sys.executable} -c "$0" {tmp_path}/new'
     )
-    code = (
-        "import sys; from pathlib import Path; from gpupoold.system.folders import hint_to_write; "
-    )
+    code = "import sys; from pathlib import Path; from gpupoold.files import hint_to_write; "
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script, f"{code}print(hint_to_write(Path(sys.argv[1])))"],
         cwd=ROOT,

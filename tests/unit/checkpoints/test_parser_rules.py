@@ -8,13 +8,13 @@ import pytest
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
-from gpupoold.checkpoints.parsers.rules import (
+from gpupoold.checkpoints.parser_rules import REASONING_RULES, TOOL_RULES
+from gpupoold.checkpoints.parsers import (
     ChatFormat,
     Finding,
     find_reasoning_parser,
     find_tool_parser,
 )
-from gpupoold.checkpoints.parsers.table import REASONING_RULES, TOOL_RULES
 
 TEMPLATES = Path(__file__).parents[3] / "templates"
 

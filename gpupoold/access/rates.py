@@ -1,8 +1,9 @@
-"""Token buckets for rates. Pure: the caller gives the time."""
+"""Rates of API keys: token buckets, and counted use. Pure: the caller gives the time."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 _WINDOW_S = 60.0
 
@@ -45,3 +46,16 @@ class Bucket:
     def take(self, amount: float, now_s: float) -> None:
         """Subtract ``amount`` from the level."""
         self._level = self.level(now_s) - amount
+
+
+class RateUse(NamedTuple):
+    """Numbers of begun requests, and of tokens of prompts and answers."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+    def __add__(self, other: RateUse) -> RateUse:  # type: ignore[override]
+        return RateUse(self.num_requests + other.num_requests, self.num_tokens + other.num_tokens)
+
+    def __sub__(self, other: RateUse) -> RateUse:
+        return RateUse(self.num_requests - other.num_requests, self.num_tokens - other.num_tokens)

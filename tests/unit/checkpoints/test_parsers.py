@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from gpupoold.checkpoints import parsers
 from gpupoold.checkpoints.files import MAX_TEMPLATE_BYTES
-from gpupoold.checkpoints.parsers import Finding, FoundParsers, found_parsers, search
+from gpupoold.checkpoints.parsers import Finding, FoundParsers, found_parsers
 
 HERMES = "tools <tool_call>{{ call | tojson }}</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
@@ -111,7 +112,7 @@ def test_a_token_is_found_in_any_file_of_the_tokenizer(
 def test_a_token_across_blocks_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ascii: bool
 ) -> None:
-    monkeypatch.setattr(search, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(parsers, "_BLOCK_BYTES", 16)
     names = ("calls▁begin", "calls▁end", "call▁begin", "call▁end")
     tokens = {f"<｜tool▁{name}｜>": 1 for name in names}
     (tmp_path / "vocab.json").write_text(json.dumps(tokens, ensure_ascii=is_ascii))
@@ -189,7 +190,7 @@ def test_files_that_are_too_large_count_as_absent(tmp_path: Path) -> None:
 
 
 def test_a_large_vocabulary_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MAX_VOCABULARY_BYTES", 10)
+    monkeypatch.setattr(parsers, "MAX_VOCABULARY_BYTES", 10)
     write(tmp_path, chat_template_jinja=MISTRAL, vocab_json={"[TOOL_CALLS]": 5})
     assert found(tmp_path).tool.name is None
 

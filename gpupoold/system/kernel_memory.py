@@ -1,14 +1,21 @@
-"""The memory of a process's control group, of both versions of control groups."""
+"""Memory by the kernel's rules: the limits of control groups, and files in memory of a fixed size.
+
+Control groups are of both versions. Standard library only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fcntl
+import os
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 # Version 1 shows "no limit" as the largest multiple of a page below 2**63.
 _NO_LIMIT_BYTES = 1 << 60
+
+_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +91,27 @@ def read_text(path: Path) -> str:
     with suppress(OSError):
         return path.read_text().strip()
     return ""
+
+
+def create_sealed_memfd(
+    name: str, num_bytes: int, populate: Callable[[int, int], None] | None = None
+) -> int:
+    """Create a zeroed memfd with all pages allocated; children do not inherit the descriptor.
+
+    The size is sealed, so no mapping can lose pages. ``populate`` may allocate the pages of a
+    descriptor and a number of bytes before the kernel does.
+
+    Raises:
+        OSError: no descriptor or memory is left.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        if populate is not None:
+            os.ftruncate(fd, num_bytes)
+            populate(fd, num_bytes)
+        os.posix_fallocate(fd, 0, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

@@ -12,7 +12,7 @@ from gpupool_cli import output
 from gpupool_cli.diagnostics import ExitCode
 from gpupool_cli.options import JsonOption
 from gpupool_cli.output import columns
-from gpupoold.doctor.check import Check, Verdict
+from gpupoold.doctor.checks import Check, Verdict
 
 _COLUMNS = columns("CHECK, VERDICT*, FOUND")
 

@@ -14,7 +14,7 @@ import fcntl
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,10 +23,17 @@ from typing import Literal
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.adapter_check import check_adapter_config
 from gpupoold.checkpoints.check import check_config
-from gpupoold.checkpoints.download_progress import DownloadProgress, ProgressCallback
-from gpupoold.checkpoints.fetcher import PART_FOLDER, Fetcher, Stop, Stopped, has_size
+from gpupoold.checkpoints.fetcher import (
+    PART_FOLDER,
+    DownloadProgress,
+    Fetcher,
+    ProgressCallback,
+    Stop,
+    Stopped,
+    has_size,
+)
 from gpupoold.checkpoints.hub import Hub, HubFile, Interrupted
-from gpupoold.checkpoints.layout import Content, choose_files
+from gpupoold.checkpoints.layout import Wanted
 from gpupoold.checkpoints.manifest import (
     HEADERS_FOLDER,
     MANIFEST_FILE,
@@ -75,78 +82,53 @@ def finished_downloads(download_dir: Path, repo_id: str) -> dict[Path, Manifest]
     return found
 
 
-async def download(
-    repo_id: str,
-    revision: str | None,
-    target_dir: Path,
-    on_progress: ProgressCallback,
-    *,
-    allow_pickle: bool = False,
-    allow_remote_code: bool = False,
-    model_dirs: Sequence[Path] = (),
-    part: Part = "all",
-    content: Content = "checkpoint",
-    peers: Peers | None = None,
-) -> Path:
-    """Download a repository's checkpoint or adapter to ``target_dir`` and return that folder.
+@dataclass
+class Download:
+    """The download of a repository's checkpoint or adapter to a folder.
 
     The part ``small files`` is everything but the weights, of which only the headers are fetched
-    (see :func:`~gpupoold.checkpoints.manifest.remote_weights`); a later call fetches the rest.
+    (see :func:`~gpupoold.checkpoints.manifest.remote_weights`); a later run fetches the rest.
 
     A finished download of the same revision is returned at once, without a network; an interrupted
     download is resumed. ``on_progress`` (a :data:`ProgressCallback`) is called in the running event
-    loop. Cancelling stops within one read timeout and keeps the downloaded bytes. ``model_dirs``
-    appear in hints. Weights come from ``peers`` if quicker, and everything if the hub cannot be
-    asked.
-
-    Raises:
-        Refused: no such repository or revision, no access, no permitted file, no disk space, or the
-            folder has other content.
-        Failed: the hub cannot be reached or the transfer keeps failing.
-        UsageError: the repository id is malformed.
+    loop. Weights come from ``peers`` if quicker, and everything if the hub cannot be asked.
     """
-    loop = asyncio.get_running_loop()
-
-    def report(done_bytes: int, total_bytes: int, bytes_per_s: float | None) -> None:
-        loop.call_soon_threadsafe(on_progress, done_bytes, total_bytes, bytes_per_s)
-
-    job = _Download(
-        hub=Hub(repo_id, tuple(model_dirs)),
-        revision=revision,
-        target_dir=target_dir,
-        allow_pickle=allow_pickle,
-        allow_remote_code=allow_remote_code,
-        report=report,
-        part=part,
-        content=content,
-        peers=peers or Peers(),
-    )
-    task = asyncio.create_task(asyncio.to_thread(job.run))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        job.stop.set()
-        await asyncio.wait([task])
-        task.exception()  # retrieved, so that asyncio does not warn
-        raise
-
-
-@dataclass
-class _Download:
-    """One run of a download, in a separate thread."""
 
     hub: Hub
     revision: str | None
     target_dir: Path
-    allow_pickle: bool
-    allow_remote_code: bool
-    report: ProgressCallback
+    on_progress: ProgressCallback
+    wanted: Wanted
     part: Part = "all"
-    content: Content = "checkpoint"
     peers: Peers = field(default_factory=Peers)
-    stop: Stop = field(default_factory=Stop)
+    _stop: Stop = field(default_factory=Stop, init=False)
+    _loop: asyncio.AbstractEventLoop = field(init=False)
 
-    def run(self) -> Path:
+    async def run(self) -> Path:
+        """Download in a separate thread, and return the folder.
+
+        Cancelling stops within one read timeout and keeps the downloaded bytes.
+
+        Raises:
+            Refused: no such repository or revision, no access, no permitted file, no disk space, or
+                the folder has other content.
+            Failed: the hub cannot be reached or the transfer keeps failing.
+            UsageError: the repository id is malformed.
+        """
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.create_task(asyncio.to_thread(self._run))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._stop.set()
+            await asyncio.wait([task])
+            task.exception()  # retrieved, so that asyncio does not warn
+            raise
+
+    def _report(self, done_bytes: int, total_bytes: int, bytes_per_s: float | None) -> None:
+        self._loop.call_soon_threadsafe(self.on_progress, done_bytes, total_bytes, bytes_per_s)
+
+    def _run(self) -> Path:
         try:
             found = self._found()
             if (
@@ -205,14 +187,8 @@ class _Download:
         commit, listed = self._list_files(self._commit_to_continue(found))
         if found is not None and found.commit != commit:
             self._discard(found)
-        wanted = choose_files(
-            self.hub.repo_id,
-            [file.path for file in listed],
-            self.content,
-            allow_pickle=self.allow_pickle,
-            allow_remote_code=self.allow_remote_code,
-        )
-        files = tuple(self._sized(commit, file) for file in listed if file.path in wanted)
+        chosen = self.wanted.choose(self.hub.repo_id, [file.path for file in listed])
+        files = tuple(self._sized(commit, file) for file in listed if file.path in chosen)
         return Manifest(self.hub.repo_id, self.revision, commit, files)
 
     def _list_files(self, commit: str | None) -> tuple[str, tuple[HubFile, ...]]:
@@ -250,7 +226,7 @@ class _Download:
         """
         if found is None:
             return None
-        fetcher = Fetcher(self.hub, found.commit, self.target_dir, self.stop)
+        fetcher = Fetcher(self.hub, found.commit, self.target_dir, self._stop)
         weights = [file for file in found.files if layout.is_weight_file(file.path)]
         has_begun = any(fetcher.is_done(weight) or fetcher.part_bytes(weight) for weight in weights)
         return found.commit if has_begun or self.part == "all" else None
@@ -266,7 +242,7 @@ class _Download:
         (self.target_dir / PART_FOLDER).mkdir(exist_ok=True)
         write_manifest(self.target_dir, manifest)
         peers = self.peers.hubs(self.hub)
-        fetcher = Fetcher(self.hub, manifest.commit, self.target_dir, self.stop, peers)
+        fetcher = Fetcher(self.hub, manifest.commit, self.target_dir, self._stop, peers)
         total_bytes = sum(file.num_bytes for file in manifest.files)
 
         def missing_bytes() -> int:
@@ -279,15 +255,15 @@ class _Download:
         missing = [file for file in manifest.files if not fetcher.is_done(file)]
         small = [f for f in manifest.files if not layout.is_weight_file(f.path)]
         wanted = small if self.part == "small files" else manifest.files
-        fetcher.progress = DownloadProgress(sum(f.num_bytes for f in wanted), self.report)
+        fetcher.progress = DownloadProgress(sum(f.num_bytes for f in wanted), self._report)
         fetcher.progress.found(sum(f.num_bytes for f in wanted if f not in missing))
         fetcher.fetch_all([f for f in missing if f in small])
-        if self.content == "adapter":
+        if self.wanted.content == "adapter":
             check_adapter_config(self.target_dir)
         else:
-            check_config(self.target_dir, allow_remote_code=self.allow_remote_code)
+            check_config(self.target_dir, allow_remote_code=self.wanted.allow_remote_code)
         if self.part == "small files":
-            fetch_headers(self.hub, manifest, self.target_dir, self.stop.event)
+            fetch_headers(self.hub, manifest, self.target_dir, self._stop.event)
             return
         fetcher.fetch_all([f for f in missing if f not in small])
         shutil.rmtree(self.target_dir / PART_FOLDER)

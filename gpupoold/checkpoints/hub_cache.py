@@ -6,22 +6,18 @@ nothing is written to the cache. The layout of the cache is the hub library's ma
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpupoold.checkpoints import layout
 from gpupoold.checkpoints.fetcher import has_size
 from gpupoold.checkpoints.hub import Hub, HubFile
-from gpupoold.checkpoints.layout import Content, choose_files
+from gpupoold.checkpoints.layout import Content, Wanted
 from gpupoold.errors import GpupoolError
 from gpupoold.files import hint_to_read
-
-Choice = Callable[[Sequence[str]], Sequence[str]]
-"""Returns the wanted files of a repository among its files."""
 
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
 _MAX_REF_BYTES = 200
@@ -40,10 +36,7 @@ def find_snapshot(
     hub: Hub,
     revision: str | None,
     caches: Sequence[Path] | None,
-    content: Content = "checkpoint",
-    *,
-    allow_pickle: bool = False,
-    allow_remote_code: bool = False,
+    wanted: Wanted,
 ) -> FoundSnapshot:
     """Look for a revision of a repository in cache folders; None means the library's own folder.
 
@@ -53,18 +46,11 @@ def find_snapshot(
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    choose = functools.partial(
-        choose_files,
-        hub.repo_id,
-        content=content,
-        allow_pickle=allow_pickle,
-        allow_remote_code=allow_remote_code,
-    )
     notes: list[str] = []
     for cache in (Path(HF_HUB_CACHE),) if caches is None else caches:
-        snapshot = _snapshot(hub.repo_id, revision, cache, content)
+        snapshot = _snapshot(hub.repo_id, revision, cache, wanted.content)
         if snapshot is not None:
-            problem = _problem(hub, cache, snapshot, choose)
+            problem = _problem(hub, cache, snapshot, wanted)
             if not problem:
                 return FoundSnapshot(snapshot, f"used in place, without a download: {snapshot}")
             notes.append(f"not used: {snapshot}: {problem}")
@@ -92,14 +78,14 @@ def _snapshot(repo_id: str, revision: str | None, cache: Path, content: Content)
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _problem(hub: Hub, cache: Path, snapshot: Path, choose: Choice) -> str:
+def _problem(hub: Hub, cache: Path, snapshot: Path, wanted: Wanted) -> str:
     """Say why a snapshot cannot be used; empty if the snapshot is complete."""
     listed = _listing(hub, cache, snapshot)
     try:
-        wanted = set(choose([file.path for file in listed]))
+        chosen = wanted.choose(hub.repo_id, [file.path for file in listed])
     except GpupoolError as error:
         return error.message
-    files = [file for file in listed if file.path in wanted]
+    files = [file for file in listed if file.path in chosen]
     repository = os.path.realpath(snapshot.parent.parent)
     for file in files:
         real = os.path.realpath(snapshot / file.path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from gpupoold.errors import Refused
@@ -225,35 +226,36 @@ def check_kind(file: str, config: dict[str, Any], parts: Sequence[dict[str, Any]
                 )
 
 
-def choose_files(
-    repo_id: str,
-    listed: Sequence[str],
-    content: Content,
-    *,
-    allow_pickle: bool,
-    allow_remote_code: bool,
-) -> tuple[str, ...]:
-    """Return the files of a repository that serving needs; ``listed`` are all its files.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The kind of files wanted of a repository, and the permitted kinds that can run code."""
 
-    Raises:
-        Refused: the repository has something else, or no permitted weights.
-    """
-    if content == "adapter":
-        if ADAPTER_CONFIG_FILE not in listed:
-            raise Refused(
-                f"{repo_id} has no {ADAPTER_CONFIG_FILE}, so it is no adapter",
-                "add a whole model with `gpupool add-model`",
+    content: Content = "checkpoint"
+    allow_pickle: bool = False
+    allow_remote_code: bool = False
+
+    def choose(self, repo_id: str, listed: Sequence[str]) -> tuple[str, ...]:
+        """Return the files of a repository that serving needs; ``listed`` are all its files.
+
+        Raises:
+            Refused: the repository has something else, or no permitted weights.
+        """
+        if self.content == "adapter":
+            if ADAPTER_CONFIG_FILE not in listed:
+                raise Refused(
+                    f"{repo_id} has no {ADAPTER_CONFIG_FILE}, so it is no adapter",
+                    "add a whole model with `gpupool add-model`",
+                )
+            chosen = adapter_files_to_download(listed, allow_pickle=self.allow_pickle)
+        else:
+            if CONFIG_FILE not in listed:
+                check_format(repo_id, listed)
+            chosen = files_to_download(
+                listed, allow_pickle=self.allow_pickle, allow_remote_code=self.allow_remote_code
             )
-        wanted = adapter_files_to_download(listed, allow_pickle=allow_pickle)
-    else:
-        if CONFIG_FILE not in listed:
-            check_format(repo_id, listed)
-        wanted = files_to_download(
-            listed, allow_pickle=allow_pickle, allow_remote_code=allow_remote_code
-        )
-    if not any(is_weight_file(path) for path in wanted):
-        raise _no_weights(repo_id, listed, content)
-    return wanted
+        if not any(map(is_weight_file, chosen)):
+            raise _no_weights(repo_id, listed, self.content)
+        return chosen
 
 
 def _no_weights(repo_id: str, listed: Sequence[str], content: Content) -> Refused:

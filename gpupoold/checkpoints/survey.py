@@ -25,6 +25,7 @@ from gpupoold.checkpoints.files import (
 )
 from gpupoold.checkpoints.manifest import remote_weights
 from gpupoold.errors import Refused, UsageError
+from gpupoold.latency.shape import why_undivided
 from gpupoold.units import format_bytes
 
 T = TypeVar("T")
@@ -46,6 +47,11 @@ _NO_LIMIT = "model_max_length"
 MODEL_DTYPE_BITS = {"float16": 16, "half": 16, "bfloat16": 16, "float32": 32, "float": 32}
 # Loading casts these dtypes to the model's; integers and 8-bit floats are quantized data.
 _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
+
+_HEADS = ("num_attention_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
+_EXPERT_WIDTHS = ("moe_intermediate_size",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,3 +231,28 @@ def _text(config: dict[str, object], key: str) -> str | None:
 def _is_mtp(method: str | None) -> bool:
     """Return whether vLLM reads a module for MTP: ``mtp``, or a family's older name."""
     return method is not None and (method == "mtp" or method.endswith("_mtp"))
+
+
+def why_checkpoint_undivided(config: Mapping[str, Any], degree: int) -> str:
+    """Return why ``degree`` GPUs cannot divide the model of a ``config.json``; empty if they can.
+
+    Dimensions under unknown names count as divisible: vLLM's own classes decide in the end.
+    """
+    nested = (config.get(key) for key in ("text_config", "llm_config", "language_config"))
+    text = next((one for one in nested if isinstance(one, dict)), config)
+    is_latent = bool(text.get("kv_lora_rank"))  # each GPU has the complete latent KV
+    return why_undivided(
+        degree,
+        num_heads=_whole(text, _HEADS),
+        num_kv_heads=None if is_latent else _whole(text, _KV_HEADS),
+        width=_whole(text, _EXPERT_WIDTHS) or _whole(text, _WIDTHS),
+        vocab_size=_whole(text, ("vocab_size",)),
+    )
+
+
+def _whole(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None

@@ -6,12 +6,13 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 from gpupoold.config.budgets import BYTES_IN_FLIGHT, KV_HOST, MODEL_CACHE, RESERVE, Budgets
 from gpupoold.config.fitting import fitted
 from gpupoold.config.machine import Machine, MachineError
 from gpupoold.config.schema import Settings
-from gpupoold.doctor.check import Check, fault, ok, warning
 from gpupoold.doctor.facts import (
     DaemonFacts,
     DatabaseFacts,
@@ -56,6 +57,36 @@ _LEAST_FREE_BYTES = {"state_dir": GIB, "log_dir": GIB, "download_dir": 10 * GIB}
 _FULL_BYTES = 100 * 2**20
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _FIRST_KERNEL = {"memfd": "3.17", "pidfd": "5.3", "moving pages": "5.13"}
+
+
+class Verdict(StrEnum):
+    """A check's verdict: with a ``warning`` gpupool works with a drawback, with a ``fault`` not."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check's result: ``found`` is the state, ``fix`` a command or setting (empty if ok)."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+def ok(name: str, found: str) -> Check:
+    return Check(name, Verdict.OK, found)
+
+
+def warning(name: str, found: str, fix: str) -> Check:
+    return Check(name, Verdict.WARNING, found, fix)
+
+
+def fault(name: str, found: str, fix: str) -> Check:
+    return Check(name, Verdict.FAULT, found, fix)
 
 
 def check_all(facts: Facts) -> list[Check]:

@@ -61,7 +61,7 @@ class PrefillModel:
     """Aegaeon, equation 5: ``C1 (4 t h^2 + 2 t h m) + C2 * 3 h t2 / b + C3``.
 
     ``t`` is the number of tokens in the batch, ``t2`` the sum of the squared prompt lengths, ``h``
-    and ``m`` the hidden and the FFN size, ``b`` the block size of the attention kernel. The
+    and ``m`` the hidden and the FFN size, ``b`` the block size of the attention kernel (128). The
     constants include the number of layers and of devices, and therefore belong to one model on one
     device. C1 and C2 in s per operation, C3 in s.
     """
@@ -71,7 +71,6 @@ class PrefillModel:
     c1: float = 0.0
     c2: float = 0.0
     c3: float = 0.0
-    block_size: int = ATTENTION_BLOCK_SIZE
 
     @classmethod
     def of(cls, shape: ModelShape) -> Self:
@@ -87,55 +86,17 @@ class PrefillModel:
         tokens = _total_tokens(batch)
         squares = math.fsum(length * length for length in batch)
         h, m = self.hidden_size, self.intermediate_size
-        return 4.0 * tokens * h * h + 2.0 * tokens * h * m, 3.0 * h * squares / self.block_size, 1.0
+        c1_term = 4.0 * tokens * h * h + 2.0 * tokens * h * m
+        return c1_term, 3.0 * h * squares / ATTENTION_BLOCK_SIZE, 1.0
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
         """Return the law of the same dimensions with other C1, C2, C3."""
         c1, c2, c3 = constants
-        return type(self)(self.hidden_size, self.intermediate_size, c1, c2, c3, self.block_size)
+        return type(self)(self.hidden_size, self.intermediate_size, c1, c2, c3)
 
     def predict_s(self, batch: PrefillBatch, /) -> float:
         """Return the seconds to prefill these prompts in one step; 0 for none."""
         return _seconds(self, batch) if batch else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeModel:
-    """Aegaeon, equation 6: ``C4 (4 h^2 + 2 h m) + C5 * 3 h t``.
-
-    ``t`` is the number of tokens of context that the step attends to, over all sequences of the
-    batch. The first part is the reading of the weights, equal for all batches; the equation has no
-    term for the batch size.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    c4: float = 0.0
-    c5: float = 0.0
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> Self:
-        """Return the law for a model's dimensions, with constants of zero."""
-        return cls(shape.hidden_size, shape.intermediate_size)
-
-    @property
-    def constants(self) -> tuple[float, float]:
-        return self.c4, self.c5
-
-    def terms(self, batch: DecodeBatch, /) -> tuple[float, ...]:
-        """Return ``4h^2 + 2hm`` and ``3 h t``."""
-        _check_decode(batch)
-        h, m = self.hidden_size, self.intermediate_size
-        return 4.0 * h * h + 2.0 * h * m, 3.0 * h * batch.context_tokens
-
-    def with_constants(self, constants: Sequence[float], /) -> Self:
-        """Return the law of the same dimensions with other C4, C5."""
-        c4, c5 = constants
-        return type(self)(self.hidden_size, self.intermediate_size, c4, c5)
-
-    def predict_s(self, batch: DecodeBatch, /) -> float:
-        """Return the seconds of one step; 0 for an empty batch."""
-        return _seconds(self, batch) if batch.batch_size else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,17 +337,12 @@ class StoredFit(FittedLaw):
     @classmethod
     def of(cls, fit: Fit[Any]) -> Self:
         """Convert a fitted model."""
-        law, constants, sizes = fit.law, fit.law.constants, (0, 0)
-        if isinstance(law, PrefillModel | DecodeModel):
-            sizes = law.hidden_size, law.intermediate_size
+        law, quality, sizes = fit.law, fit.quality, (0, 0)
         if isinstance(law, PrefillModel):
-            # The block size is not stored: convert C2 to the default block size.
-            c2 = law.c2 * ATTENTION_BLOCK_SIZE / law.block_size
-            constants = law.c1, c2, law.c3
-        quality = fit.quality
+            sizes = law.hidden_size, law.intermediate_size
         return cls(
             type(law).__name__,
-            tuple(constants),
+            tuple(law.constants),
             quality.r_squared,
             quality.mean_relative_error,
             quality.p90_relative_error,
@@ -406,17 +362,13 @@ class StoredFit(FittedLaw):
         )
         return self._of_these("prefill", laws)
 
-    def decode_law(self) -> DecodeLaw:
+    def decode_law(self) -> LinearDecode:
         """Return the decode model.
 
         Raises:
             DataError: ``law`` is not a decode model, or the number of constants differs.
         """
-        laws: tuple[DecodeLaw, ...] = (
-            DecodeModel(self.hidden_size, self.intermediate_size),
-            LinearDecode(),
-        )
-        return self._of_these("decode", laws)
+        return self._of_these("decode", (LinearDecode(),))
 
     def _of_these(self, phase: str, laws: Sequence[LawT]) -> LawT:
         """Return the model of the stored name with the stored constants."""

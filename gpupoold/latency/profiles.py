@@ -244,7 +244,6 @@ def scale_prefill(
         c1=law.c1 * layers * compute,
         c2=law.c2 * layers * compute,
         c3=law.c3 * layers,
-        block_size=law.block_size,
     )
 
 

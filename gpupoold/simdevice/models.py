@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint, check_config, is_pooling
-from gpupoold.checkpoints.division import why_checkpoint_undivided
-from gpupoold.checkpoints.survey import MODEL_DTYPE_BITS, estimate_weight_bytes
+from gpupoold.checkpoints.survey import (
+    MODEL_DTYPE_BITS,
+    estimate_weight_bytes,
+    why_checkpoint_undivided,
+)
 from gpupoold.errors import Refused
 from gpupoold.latency.models import Fit, FitQuality, LatencyModel, Profile, StoredFit
 from gpupoold.latency.profiles import latency_for

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gpupool_state.db import Database, Source, Transaction
+from gpupool_state.db import Database, Source, Transaction, storable
 from gpupoold.api_keys import KeyFacts, KeyPowers
 from gpupoold.errors import NoSuchKey, Refused, UsageError
 
@@ -73,7 +73,7 @@ class ApiKeys:
         """
         if _NAME.fullmatch(name) is None:
             raise UsageError(
-                f"{_storable(name)!r} cannot be the name of a key",
+                f"{storable(name)!r} cannot be the name of a key",
                 "use 1 to 64 letters, digits and . _ @ : / - and begin with a letter or digit",
             )
         async with self._db.write() as tx:
@@ -84,12 +84,7 @@ class ApiKeys:
                     f"`gpupool key rotate {name}`",
                 )
             values = {"id": key_id, "name": name, "digest": digest, "created_at": self._now()}
-            values |= _columns(powers)
-            marks = ", ".join("?" for _ in values)
-            await tx.execute(
-                f"INSERT INTO api_keys ({', '.join(values)}) VALUES ({marks})",
-                tuple(values.values()),
-            )
+            await tx.insert("api_keys", values | _columns(powers))
             return await _find(tx, name)
 
     async def set(self, name: str, powers: KeyPowers) -> KeyRow:
@@ -135,23 +130,16 @@ _FIND = "SELECT * FROM api_keys WHERE name = ? AND revoked_at IS NULL"
 
 
 async def _find(source: Source, name: str) -> KeyRow:
-    rows: Sequence[sqlite3.Row] = await source.fetch_all(_FIND, (_storable(name),))
+    rows: Sequence[sqlite3.Row] = await source.fetch_all(_FIND, (storable(name),))
     if not rows:
-        raise NoSuchKey(f"no API key is named {_storable(name)!r}", "see `gpupool key ls`")
+        raise NoSuchKey(f"no API key is named {storable(name)!r}", "see `gpupool key ls`")
     return _key_row(rows[0])
 
 
 async def _update(tx: Transaction, key_id: str, values: dict[str, Any]) -> KeyRow:
-    sets = ", ".join(f"{column} = ?" for column in values)
-    await tx.execute(f"UPDATE api_keys SET {sets} WHERE id = ?", (*values.values(), key_id))
+    await tx.update("api_keys", {"id": key_id}, **values)
     (row,) = await tx.fetch_all("SELECT * FROM api_keys WHERE id = ?", (key_id,))
     return _key_row(row)
-
-
-def _storable(text: str) -> str:
-    # SQLite refuses lone surrogates (bytes that were not UTF-8). A surrogate becomes a question
-    # mark, which no name can contain.
-    return text.encode("utf-8", "replace").decode()
 
 
 def _columns(powers: KeyPowers) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -93,7 +93,6 @@ class ResultRow:
     body: bytes
 
 
-_FILE_COLUMNS = tuple(one.name for one in fields(FileRow))
 _BATCH_COLUMNS = tuple(one.name for one in fields(BatchRow))
 _JSON_COLUMNS = ("metadata", "errors", "models")
 # Without the texts that only clients read, which may be long.
@@ -127,7 +126,7 @@ class BatchStore:
             Exception: an error of ``check``; nothing is added.
         """
         async with self._db.write() as tx:
-            await _add_file(tx, row)
+            await tx.insert("files", asdict(row))
             await _check(tx, row.owner, check)
 
     async def file(self, file_id: str, owner: str) -> FileRow | None:
@@ -135,7 +134,7 @@ class BatchStore:
         row = await self._db.fetch_one(
             f"SELECT * FROM files WHERE id = ? AND owner = ? AND {_NOT_EXPIRED}", (file_id, owner)
         )
-        return None if row is None else _file(row)
+        return None if row is None else FileRow(**dict(row))
 
     async def files(
         self,
@@ -148,7 +147,7 @@ class BatchStore:
         """Return the owner's files by the time of creation, from behind the file ``after``."""
         condition = f"{_NOT_EXPIRED} AND (?4 IS NULL OR purpose = ?4)"
         rows = await self._page("files", owner, limit, after, order, condition, purpose)
-        return [_file(row) for row in rows]
+        return [FileRow(**dict(row)) for row in rows]
 
     async def old_files(self, before: float) -> list[FileRow]:
         """Return files that have expired, or were created before a time, and that no batch under
@@ -159,7 +158,7 @@ class BatchStore:
             "(SELECT input_file_id FROM batches WHERE ended_at IS NULL) LIMIT 1000",
             (before,),
         )
-        return [_file(row) for row in rows]
+        return [FileRow(**dict(row)) for row in rows]
 
     async def file_ids(self) -> set[str]:
         """Return the ids of all files."""
@@ -191,9 +190,9 @@ class BatchStore:
         Raises:
             Exception: an error of ``check``; nothing is added.
         """
-        values = [_stored(getattr(row, name)) for name in _BATCH_COLUMNS]
+        values = {name: _stored(getattr(row, name)) for name in _BATCH_COLUMNS}
         async with self._db.write() as tx:
-            await tx.execute(_insert("batches", _BATCH_COLUMNS), values)
+            await tx.insert("batches", values)
             await _check(tx, row.owner, check)
 
     async def batch(self, batch_id: str, owner: str | None = None) -> BatchRow | None:
@@ -227,14 +226,10 @@ class BatchStore:
 
     async def change(self, batch_id: str, expected: BatchStatus, **values: Any) -> bool:
         """Change fields of a batch that has the status ``expected``; return whether it had."""
-        names = ", ".join(f"{name} = ?" for name in values)
-        stored = [_stored(value) for value in values.values()]
+        stored = {name: _stored(value) for name, value in values.items()}
         async with self._db.write() as tx:
-            changed = await tx.execute(
-                f"UPDATE batches SET {names} WHERE id = ? AND status = ?",
-                (*stored, batch_id, expected),
-            )
-        return changed > 0
+            where = {"id": batch_id, "status": expected}
+            return await tx.update("batches", where, **stored) > 0
 
     async def add_result(self, batch_id: str, result: ResultRow) -> None:
         """Store a result and count it; a second result of the same line is dropped."""
@@ -300,18 +295,17 @@ class BatchStore:
         by_purpose = {one.purpose: one.id for one in files}
         async with self._db.write() as tx:
             for one in files:
-                await _add_file(tx, one)
-            await tx.execute(
-                "UPDATE batches SET status = ?, ended_at = ?, output_file_id = ?, "
-                "error_file_id = ?, result_bytes = 0, waits_because = '', next_try_at = NULL "
-                "WHERE id = ?",
-                (
-                    status,
-                    ended_at,
-                    by_purpose.get("batch_output"),
-                    by_purpose.get("batch_error"),
-                    batch_id,
-                ),
+                await tx.insert("files", asdict(one))
+            await tx.update(
+                "batches",
+                {"id": batch_id},
+                status=status,
+                ended_at=ended_at,
+                output_file_id=by_purpose.get("batch_output"),
+                error_file_id=by_purpose.get("batch_error"),
+                result_bytes=0,
+                waits_because="",
+                next_try_at=None,
             )
             await tx.execute("DELETE FROM results WHERE batch_id = ?", (batch_id,))
             await tx.execute("DELETE FROM asked WHERE batch_id = ?", (batch_id,))
@@ -357,26 +351,12 @@ async def _check(tx: Transaction, owner: str, check: CheckAccount | None) -> Non
         check(await _account(tx, owner), await _num_bytes(tx))
 
 
-async def _add_file(tx: Transaction, row: FileRow) -> None:
-    values = [getattr(row, name) for name in _FILE_COLUMNS]
-    await tx.execute(_insert("files", _FILE_COLUMNS), values)
-
-
 async def _end_line(tx: Transaction, batch_id: str, line: int) -> None:
     await tx.execute("DELETE FROM asked WHERE batch_id = ? AND line = ?", (batch_id, line))
 
 
-def _insert(table: str, columns: Sequence[str]) -> str:
-    marks = ", ".join("?" for _ in columns)
-    return f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})"
-
-
 def _stored(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
-
-
-def _file(row: sqlite3.Row) -> FileRow:
-    return FileRow(**{name: row[name] for name in _FILE_COLUMNS})
 
 
 def batch_of(row: sqlite3.Row) -> BatchRow:

@@ -13,7 +13,7 @@ import errno
 import os
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -32,6 +32,8 @@ from gpupool_state.schema import BATCHES_SCHEMA, STATE_SCHEMA
 from gpupoold import __version__
 from gpupoold.errors import Failed, Refused
 from gpupoold.files import replace_durably
+
+Value = str | int | float | None
 
 DEFAULT_BUSY_TIMEOUT_S = 5.0
 
@@ -399,6 +401,21 @@ class Transaction:
         async with self._connection.executemany(sql, rows) as cursor:
             return cursor.rowcount
 
+    async def insert(self, table: str, row: Mapping[str, Any]) -> None:
+        """Insert a row of values by column."""
+        marks = ", ".join("?" * len(row))
+        await self.execute(
+            f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", tuple(row.values())
+        )
+
+    async def update(self, table: str, where: Mapping[str, Any], **changes: Any) -> int:
+        """Change columns of the rows with the values ``where``; return the number of rows."""
+        sets = ", ".join(f"{column} = ?" for column in changes)
+        condition = " AND ".join(f"{column} = ?" for column in where)
+        return await self.execute(
+            f"UPDATE {table} SET {sets} WHERE {condition}", (*changes.values(), *where.values())
+        )
+
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """Return all rows of a query, with this transaction's changes."""
         self._check_open()
@@ -496,6 +513,14 @@ class Writer:
         # as happens on some disk errors.
         async with self._connection.execute("COMMIT"):
             pass
+
+
+def storable(text: str) -> str:
+    """Return a text without lone surrogates, bytes that were not UTF-8 and that SQLite refuses.
+
+    A surrogate becomes a question mark, which no name can contain.
+    """
+    return text.encode("utf-8", "replace").decode()
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:

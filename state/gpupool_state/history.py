@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from gpupool_state.db import Database
+from gpupool_state.db import Database, Value
 from gpupoold.domain import (
     DeviceId,
     DeviceUse,
@@ -86,7 +86,6 @@ class DeviceMinuteRow(DeviceUse):
     minute_at: int
 
 
-Value = str | int | float | None
 Row = RequestRow | Switch | Event | MinuteRow | UsageRow | DeviceMinuteRow
 RowT = TypeVar("RowT", bound=Row)
 

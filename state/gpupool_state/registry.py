@@ -12,32 +12,26 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from gpupool_state.db import Database, Source, Transaction
-from gpupoold.domain import Adapter, FittedLaw, ModelName, ModelSpec, ModelState, Preset, Targets
+from gpupool_state.db import Database, Source, Transaction, Value, storable
+from gpupoold.domain import Adapter, FittedLaw, ModelSpec, ModelState, Preset, Targets
 from gpupoold.errors import NoSuchModel, Refused, UsageError
-
-SELECT_FURTHER = """
-    SELECT json_group_array(json_array(kind, alias, details))
-    FROM (SELECT * FROM aliases WHERE model = models.name AND kind != 'alias' ORDER BY id)
-"""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 # A space cannot be part of an alias, so a space can separate aliases.
-_SELECT = f"""
+_SELECT = """
 SELECT models.*, (
     SELECT group_concat(alias, ' ')
     FROM (SELECT alias FROM aliases WHERE model = models.name AND kind = 'alias' ORDER BY id)
-) AS aliases, ({SELECT_FURTHER}) AS further
+) AS aliases, (
+    SELECT json_group_array(json_array(kind, alias, details))
+    FROM (SELECT * FROM aliases WHERE model = models.name AND kind != 'alias' ORDER BY id)
+) AS further
 FROM models
 """
+# Columns of a model that are fields of its specification.
+_PLAIN = ("name", "source", "path", "revision", "dtype", "max_model_len", "pace")
 _FIND = f"{_SELECT} WHERE name = ?1 OR name = (SELECT model FROM aliases WHERE alias = ?1)"
-_INSERT = """
-INSERT INTO models (
-    name, source, path, revision, dtype, max_model_len, engine, devices, ttft_s, tbt_s, pace,
-    state, created_at
-) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-"""
 
 _INSERT_DIVISION = """
 INSERT INTO divisions (model, engine_version, degree, reason)
@@ -165,15 +159,16 @@ class Registry:
         async with self._changing() as tx:
             for name in spec.names:
                 await _check_free(tx, name)
-            await tx.execute(_INSERT, _columns(spec, self._now()))
+            columns = _columns(spec) | {"state": ModelState.REGISTERED, "created_at": self._now()}
+            await tx.insert("models", columns)
             await _insert_aliases(tx, spec.name, spec.aliases)
             for one in spec.further:
-                await insert_further(tx, spec.name, one)
+                await _insert_further(tx, spec.name, one)
             return await _row(tx, spec.name)
 
     async def get(self, name_or_alias: str) -> ModelRow | None:
         """Return the model with this name or alias, or None."""
-        row = await self._db.fetch_one(_FIND, (_storable(name_or_alias),))
+        row = await self._db.fetch_one(_FIND, (storable(name_or_alias),))
         if row is None:
             return None
         return _model_row(row, await profiles_of(self._db, row["name"]))
@@ -213,30 +208,17 @@ class Registry:
         async with self._changing() as tx:
             await _check_model(tx, name)
             if targets is not None:
-                await tx.execute(
-                    "UPDATE models SET ttft_s = ?, tbt_s = ? WHERE name = ?",
-                    (targets.ttft_s, targets.tbt_s, name),
+                await tx.update(
+                    "models", {"name": name}, ttft_s=targets.ttft_s, tbt_s=targets.tbt_s
                 )
             if pace is not None:
-                await tx.execute("UPDATE models SET pace = ? WHERE name = ?", (pace, name))
+                await tx.update("models", {"name": name}, pace=pace)
             for alias in removed:
                 await _delete_alias(tx, name, alias)
             for alias in added:
                 await _check_free(tx, alias)
             await _insert_aliases(tx, name, added)
             return await _row(tx, name)
-
-    async def set_targets(self, name: str, targets: Targets) -> ModelRow:
-        """Change a model's targets. Raises as ``update``."""
-        return await self.update(name, targets=targets)
-
-    async def add_aliases(self, name: str, aliases: Iterable[str]) -> ModelRow:
-        """Add aliases to a model, all or none. Raises as ``update``."""
-        return await self.update(name, add_aliases=aliases)
-
-    async def remove_aliases(self, name: str, aliases: Iterable[str]) -> ModelRow:
-        """Remove aliases from a model, all or none. Raises as ``update``."""
-        return await self.update(name, remove_aliases=aliases)
 
     async def add_further(self, model: str, further: Preset | Adapter) -> ModelRow:
         """Add a preset or an adapter to a model.
@@ -250,7 +232,7 @@ class Registry:
         async with self._changing() as tx:
             await _check_model(tx, model)
             await _check_free(tx, further.name)
-            await insert_further(tx, model, further)
+            await _insert_further(tx, model, further)
             return await _row(tx, model)
 
     async def remove_further(self, name: str) -> ModelRow:
@@ -258,48 +240,30 @@ class Registry:
         async with self._changing() as tx:
             owner = await _owner(tx, name)
             mine = "DELETE FROM aliases WHERE alias = ? AND kind != 'alias'"
-            if owner is None or not await tx.execute(mine, (_storable(name),)):
+            if owner is None or not await tx.execute(mine, (storable(name),)):
                 raise NoSuchModel(
-                    f"no preset or adapter is named {_storable(name)!r}", "see `gpupool list`"
+                    f"no preset or adapter is named {storable(name)!r}", "see `gpupool list`"
                 )
             return await _row(tx, owner)
 
     async def set_engine(self, name: str, engine: Mapping[str, str]) -> ModelRow:
         """Replace a model's options of the engine."""
-        async with self._changing() as tx:
-            await _check_model(tx, name)
-            await tx.execute(
-                "UPDATE models SET engine = ? WHERE name = ?", (json.dumps(dict(engine)), name)
-            )
-            return await _row(tx, name)
+        return await self._set(name, engine=json.dumps(dict(engine)))
 
     async def set_devices(self, name: str, devices: Sequence[int]) -> ModelRow:
         """Record the devices chosen by hand for a model's engines; empty for no choice."""
-        async with self._changing() as tx:
-            await _check_model(tx, name)
-            await tx.execute(
-                "UPDATE models SET devices = ? WHERE name = ?", (json.dumps([*devices]), name)
-            )
-            return await _row(tx, name)
+        return await self._set(name, devices=json.dumps([*devices]))
 
     async def set_engine_bytes(self, name: str, device: str, num_bytes: int) -> None:
         """Record the memory of a model's engine outside the pages of a kind of device."""
         async with self._changing() as tx:
             await _check_model(tx, name)
             sizes = {**(await _row(tx, name)).engine_bytes, device: num_bytes}
-            await tx.execute(
-                "UPDATE models SET engine_bytes = ? WHERE name = ?", (json.dumps(sizes), name)
-            )
+            await tx.update("models", {"name": name}, engine_bytes=json.dumps(sizes))
 
     async def set_state(self, name: str, state: ModelState, error: str = "") -> ModelRow:
         """Record a model's state, and the reason of a failure."""
-        async with self._changing() as tx:
-            await _check_model(tx, name)
-            await tx.execute(
-                "UPDATE models SET state = ?, error = ? WHERE name = ?",
-                (state.value, _storable(error), name),
-            )
-            return await _row(tx, name)
+        return await self._set(name, state=state, error=storable(error))
 
     async def set_loaded(
         self,
@@ -314,21 +278,17 @@ class Registry:
 
         Does not change the state.
         """
-        async with self._changing() as tx:
-            await _check_model(tx, name)
-            await tx.execute(
-                "UPDATE models SET architecture = ?, weight_bytes = ?, kv_bytes_per_token = ?, "
-                "loaded_max_model_len = ? WHERE name = ?",
-                (architecture, weight_bytes, kv_bytes_per_token, max_model_len, name),
-            )
-            return await _row(tx, name)
+        return await self._set(
+            name,
+            architecture=architecture,
+            weight_bytes=weight_bytes,
+            kv_bytes_per_token=kv_bytes_per_token,
+            loaded_max_model_len=max_model_len,
+        )
 
     async def set_pinned(self, name: str, is_pinned: bool) -> ModelRow:
         """Record whether a model's weights snapshot must stay in host memory."""
-        async with self._changing() as tx:
-            await _check_model(tx, name)
-            await tx.execute("UPDATE models SET is_pinned = ? WHERE name = ?", (is_pinned, name))
-            return await _row(tx, name)
+        return await self._set(name, is_pinned=is_pinned)
 
     async def set_profiles(self, name: str, rows: Sequence[ProfileRow]) -> ModelRow:
         """Replace a model's profiles on the devices named in ``rows``."""
@@ -343,6 +303,12 @@ class Registry:
             await _check_model(tx, name)
             await tx.execute("DELETE FROM models WHERE name = ?", (name,))
 
+    async def _set(self, name: str, **columns: Value) -> ModelRow:
+        async with self._changing() as tx:
+            await _check_model(tx, name)
+            await tx.update("models", {"name": name}, **columns)
+            return await _row(tx, name)
+
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[Transaction]:
         try:
@@ -356,9 +322,9 @@ class Registry:
 def _check_spec(spec: ModelSpec) -> None:
     check_names(spec.names)
     for text in (spec.source, spec.path):
-        if _storable(text) != text:
+        if storable(text) != text:
             raise UsageError(
-                f"the path {_storable(text)!r} of model {spec.name!r} is not valid UTF-8",
+                f"the path {storable(text)!r} of model {spec.name!r} is not valid UTF-8",
                 "rename the folder, or make a link with a plain name",
             )
 
@@ -372,7 +338,7 @@ def check_names(names: tuple[str, ...]) -> None:
     for name in names:
         if _NAME.fullmatch(name) is None:
             raise UsageError(
-                f"{_storable(name)!r} cannot be the name or alias of a model",
+                f"{storable(name)!r} cannot be the name or alias of a model",
                 "use 1 to 128 letters, digits and . _ : / - and begin with a letter or digit",
             )
     repeated = sorted({name for name in names if names.count(name) > 1})
@@ -380,17 +346,11 @@ def check_names(names: tuple[str, ...]) -> None:
         raise UsageError(f"{', '.join(repeated)} is given more than once", "name each alias once")
 
 
-def _storable(text: str) -> str:
-    # SQLite refuses lone surrogates (bytes that were not UTF-8). A surrogate becomes a question
-    # mark, which no name can contain.
-    return text.encode("utf-8", "replace").decode()
-
-
 async def _owner(tx: Transaction, name: str) -> str | None:
     row = await tx.fetch_one(
         "SELECT name FROM models WHERE name = ?1 UNION ALL "
         "SELECT model FROM aliases WHERE alias = ?1",
-        (_storable(name),),
+        (storable(name),),
     )
     return None if row is None else str(row["name"])
 
@@ -412,7 +372,7 @@ async def _check_free(tx: Transaction, name: str) -> None:
 async def _check_model(tx: Transaction, name: str) -> None:
     owner = await _owner(tx, name)
     if owner is None:
-        raise NoSuchModel(f"no model is named {_storable(name)!r}", "see `gpupool list`")
+        raise NoSuchModel(f"no model is named {storable(name)!r}", "see `gpupool list`")
     if owner != name:
         raise NoSuchModel(
             f"no model is named {name!r}; {name!r} is an alias of {owner!r}", f"use {owner!r}"
@@ -426,11 +386,11 @@ async def _insert_aliases(tx: Transaction, name: str, aliases: tuple[str, ...]) 
 
 
 async def _delete_alias(tx: Transaction, name: str, alias: str) -> None:
-    own = (_storable(alias), name)
+    own = (storable(alias), name)
     plain = "DELETE FROM aliases WHERE alias = ? AND model = ? AND kind = 'alias'"
     if not await tx.execute(plain, own):
         raise Refused(
-            f"{_storable(alias)!r} is not an alias of model {name!r}",
+            f"{storable(alias)!r} is not an alias of model {name!r}",
             f"see `gpupool show {name}` for the model's aliases",
         )
 
@@ -440,40 +400,29 @@ async def _row(tx: Transaction, name: str) -> ModelRow:
     return _model_row(row, await profiles_of(tx, row["name"]))
 
 
-def _columns(spec: ModelSpec, created_at: float) -> tuple[str | int | float | None, ...]:
-    return (
-        spec.name,
-        spec.source,
-        spec.path,
-        spec.revision,
-        spec.dtype,
-        spec.max_model_len,
-        json.dumps(spec.engine),
-        json.dumps([*spec.devices]),
-        spec.targets.ttft_s,
-        spec.targets.tbt_s,
-        spec.pace,
-        ModelState.REGISTERED.value,
-        created_at,
-    )
+def _columns(spec: ModelSpec) -> dict[str, Value]:
+    plain = {name: getattr(spec, name) for name in _PLAIN}
+    return plain | {
+        "engine": json.dumps(spec.engine),
+        "devices": json.dumps([*spec.devices]),
+        "ttft_s": spec.targets.ttft_s,
+        "tbt_s": spec.targets.tbt_s,
+    }
 
 
 def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
-    presets, adapters = read_further(row["further"])
+    further: dict[str, list[dict[str, Any]]] = {"preset": [], "adapter": []}
+    for kind, name, details in json.loads(row["further"]):
+        further[kind].append({"name": name, **json.loads(details)})
+    plain: dict[str, Any] = {name: row[name] for name in _PLAIN}
     spec = ModelSpec(
-        name=ModelName(row["name"]),
-        source=row["source"],
-        path=row["path"],
-        revision=row["revision"],
-        dtype=row["dtype"],
-        max_model_len=row["max_model_len"],
+        **plain,
         targets=Targets(ttft_s=row["ttft_s"], tbt_s=row["tbt_s"]),
         aliases=tuple((row["aliases"] or "").split()),
         engine=json.loads(row["engine"]),
-        presets=presets,
-        adapters=adapters,
+        presets=tuple(Preset(**one) for one in further["preset"]),
+        adapters=tuple(Adapter(**one) for one in further["adapter"]),
         devices=tuple(json.loads(row["devices"])),
-        pace=row["pace"],
     )
     return ModelRow(
         spec=spec,
@@ -490,28 +439,12 @@ def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
     )
 
 
-async def insert_further(tx: Transaction, model: str, further: Preset | Adapter) -> None:
-    """Insert a preset or adapter of ``model``, whose name is free."""
+async def _insert_further(tx: Transaction, model: str, further: Preset | Adapter) -> None:
     details = asdict(further)
     name = details.pop("name")
     kind = "preset" if isinstance(further, Preset) else "adapter"
-    await tx.execute(
-        "INSERT INTO aliases (alias, model, kind, details) VALUES (?, ?, ?, ?)",
-        (name, model, kind, json.dumps(details)),
-    )
-
-
-def read_further(text: str) -> tuple[tuple[Preset, ...], tuple[Adapter, ...]]:
-    """Return the presets and adapters in a result of ``SELECT_FURTHER``."""
-    presets: list[Preset] = []
-    adapters: list[Adapter] = []
-    for kind, name, details in json.loads(text):
-        fields: dict[str, Any] = json.loads(details)
-        if kind == "preset":
-            presets.append(Preset(name=name, **fields))
-        else:
-            adapters.append(Adapter(name=name, **fields))
-    return tuple(presets), tuple(adapters)
+    row = {"alias": name, "model": model, "kind": kind, "details": json.dumps(details)}
+    await tx.insert("aliases", row)
 
 
 class KnownDivisions:

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from gpupoold.checkpoints.division import why_checkpoint_undivided
 from gpupoold.checkpoints.files import read_json
+from gpupoold.checkpoints.survey import why_checkpoint_undivided
 from gpupoold.config.schema import Settings, parse_settings
 from gpupoold.control.models.inspection import Divisions, Inspector
 from gpupoold.control.processes.child import ForkServer, execute

@@ -9,7 +9,6 @@ from hypothesis import given, strategies as st
 
 from gpupoold.latency.models import (
     DecodeBatch,
-    DecodeModel,
     DecodeSample,
     LinearDecode,
     LinearPrefill,
@@ -46,14 +45,6 @@ def test_equation_5_is_recovered(law: PrefillModel, weighting: Weighting) -> Non
     fit = fit_prefill(PrefillModel(H, M), points, weighting=weighting)
     assert fit.law.constants == pytest.approx(law.constants, rel=1e-6)
     assert fit.quality.r_squared > 1 - 1e-9
-
-
-@given(st.floats(1e-11, 1e-9), st.floats(1e-12, 1e-10), weightings)
-def test_equation_6_is_recovered(c4: float, c5: float, weighting: Weighting) -> None:
-    law = DecodeModel(H, M, c4, c5)
-    points = [DecodeSample(batch, law.predict_s(batch)) for batch in DECODES]
-    fit = fit_decode(DecodeModel(H, M), points, weighting=weighting)
-    assert fit.law.constants == pytest.approx(law.constants, rel=1e-6)
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(0.001, 0.1), weightings)

@@ -66,9 +66,9 @@ async def change(
         elif verb == "remove":
             await registry.remove(name)
         elif verb == "alias":
-            await registry.add_aliases(name, aliases)
+            await registry.update(name, add_aliases=aliases)
         else:
-            await registry.remove_aliases(name, aliases)
+            await registry.update(name, remove_aliases=aliases)
     except GpupoolError as error:
         return type(error)
     return None

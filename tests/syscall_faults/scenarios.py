@@ -14,9 +14,10 @@ import psutil
 from gpupool_state import StateLock
 from gpupoold.access.peers import AdminGroups
 from gpupoold.checkpoints import fetcher
-from gpupoold.checkpoints.download import download
+from gpupoold.checkpoints.download import Download
 from gpupoold.checkpoints.fetcher import PART_FOLDER
-from gpupoold.checkpoints.hub import HubFile
+from gpupoold.checkpoints.hub import Hub, HubFile
+from gpupoold.checkpoints.layout import Wanted
 from gpupoold.checkpoints.manifest import Manifest, read_manifest, write_manifest
 from gpupoold.config.file import read_config_file
 from gpupoold.config.schema import Settings
@@ -88,7 +89,9 @@ class Downloaded(Scenario):
         os.environ.pop("HF_HUB_OFFLINE", None)
 
     async def act(self) -> None:
-        await download("org/model", None, self.folder / "model", lambda *_: None)
+        await Download(
+            Hub("org/model"), None, self.folder / "model", lambda *_: None, Wanted()
+        ).run()
 
     async def state(self) -> Any:
         folder = self.folder / "model"

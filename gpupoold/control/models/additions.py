@@ -14,10 +14,10 @@ from gpupool_state import History, ModelRow
 from gpupoold.api.schemas import AdditionInfo
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
 from gpupoold.checkpoints.check import CheckpointInfo
-from gpupoold.checkpoints.download import Part, checkpoint_dir, download
+from gpupoold.checkpoints.download import Download, Part, checkpoint_dir
 from gpupoold.checkpoints.hub import Hub
 from gpupoold.checkpoints.hub_cache import FoundSnapshot, find_snapshot
-from gpupoold.checkpoints.layout import Content
+from gpupoold.checkpoints.layout import Content, Wanted
 from gpupoold.checkpoints.manifest import read_manifest
 from gpupoold.checkpoints.peers import Peers
 from gpupoold.checkpoints.resolve import HubSource, LocalSource, resolve
@@ -398,10 +398,13 @@ async def cached(
         Hub(found.repo_id, settings.paths.model_dirs),
         revision,
         settings.paths.hf_cache,
-        content,
-        allow_pickle=settings.security.allow_pickle,
-        allow_remote_code=settings.security.allow_remote_code,
+        _wanted(settings, content),
     )
+
+
+def _wanted(settings: Settings, content: Content) -> Wanted:
+    security = settings.security
+    return Wanted(content, security.allow_pickle, security.allow_remote_code)
 
 
 async def fetched(
@@ -415,7 +418,7 @@ async def fetched(
     """Download a repository to :func:`folder_of`, and yield the progress.
 
     Raises:
-        GpupoolError: see :func:`download`.
+        GpupoolError: see :meth:`Download.run`.
     """
     lines: asyncio.Queue[Progress] = asyncio.Queue()
 
@@ -430,18 +433,15 @@ async def fetched(
         )
 
     task = asyncio.create_task(
-        download(
-            found.repo_id,
+        Download(
+            Hub(found.repo_id, settings.paths.model_dirs),
             revision,
             folder_of(found, revision, settings),
             report,
-            allow_pickle=settings.security.allow_pickle,
-            allow_remote_code=settings.security.allow_remote_code,
-            model_dirs=settings.paths.model_dirs,
-            content=content,
-            part=part,
-            peers=peers,
-        )
+            _wanted(settings, content),
+            part,
+            peers or Peers(),
+        ).run()
     )
     async for line in _until_done(task, lines):
         yield line

@@ -17,11 +17,15 @@ import psutil
 
 from gpupool_state import KnownDivisions
 from gpupoold.checkpoints.adapter_check import AdapterFacts
-from gpupoold.checkpoints.division import why_checkpoint_undivided
 from gpupoold.checkpoints.files import fingerprint, read_json
 from gpupoold.checkpoints.layout import CONFIG_FILE
 from gpupoold.checkpoints.parsers import FoundParsers
-from gpupoold.checkpoints.survey import CheckpointSurvey, decoded, drafter_of
+from gpupoold.checkpoints.survey import (
+    CheckpointSurvey,
+    decoded,
+    drafter_of,
+    why_checkpoint_undivided,
+)
 from gpupoold.config.schema import Settings
 from gpupoold.control.models.descriptions import to_load
 from gpupoold.control.processes.child import Child, ForkServer

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.access.peers import AdminGroups, NameService
-from gpupoold.access.socket_file import share_socket
+from gpupoold.system.listeners import share_socket
 
 OTHER = next(one for one in grp.getgrall() if one.gr_gid not in {os.getgid(), *os.getgroups()})
 NONE = "no-such-group"

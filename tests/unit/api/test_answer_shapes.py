@@ -16,7 +16,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from gpupoold.api.client import AdminClient
-from gpupoold.doctor.check import Check
+from gpupoold.doctor.checks import Check
 
 _RECORDED = Path(__file__).with_name("answer_shapes.json")
 

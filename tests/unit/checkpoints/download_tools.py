@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.checkpoints.download import download
-from gpupoold.checkpoints.fetcher import PART_FOLDER
-from gpupoold.checkpoints.layout import Content
+from gpupoold.checkpoints.download import Download, Part
+from gpupoold.checkpoints.fetcher import PART_FOLDER, ProgressCallback
+from gpupoold.checkpoints.hub import Hub
+from gpupoold.checkpoints.layout import Content, Wanted
 from gpupoold.checkpoints.manifest import read_manifest
 from gpupoold.checkpoints.peers import Peers
 from gpupoold.errors import Failed, GpupoolError
@@ -22,6 +23,25 @@ ROOT = Path(__file__).parents[3]
 REPO = "org/model"
 WEIGHTS = "model.safetensors"
 BIG = 3_000_000
+
+
+async def download(
+    repo_id: str,
+    revision: str | None,
+    target: Path,
+    on_progress: ProgressCallback,
+    *,
+    allow_pickle: bool = False,
+    allow_remote_code: bool = False,
+    model_dirs: tuple[Path, ...] = (),
+    content: Content = "checkpoint",
+    part: Part = "all",
+    peers: Peers | None = None,
+) -> Path:
+    wanted = Wanted(content, allow_pickle, allow_remote_code)
+    hub = Hub(repo_id, model_dirs)
+    job = Download(hub, revision, target, on_progress, wanted, part, peers or Peers())
+    return await job.run()
 
 
 def fetch(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.checkpoints.division import why_checkpoint_undivided
+from gpupoold.checkpoints.survey import why_checkpoint_undivided
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
 

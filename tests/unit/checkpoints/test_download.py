@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.download import checkpoint_dir, download
+from gpupoold.checkpoints.download import checkpoint_dir
 from gpupoold.checkpoints.layout import Content
 from gpupoold.errors import Refused
 from tests.unit.checkpoints import samples
@@ -18,6 +18,7 @@ from tests.unit.checkpoints.download_tools import (
     REPO,
     assert_complete,
     big_checkpoint,
+    download,
     fetch,
     visible,
 )

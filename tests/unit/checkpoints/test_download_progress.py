@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupoold.checkpoints.download_progress import DownloadProgress
+from gpupoold.checkpoints.fetcher import DownloadProgress
 
 
 class Reports:

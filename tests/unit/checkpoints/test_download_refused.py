@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.checkpoints.download import KEPT_FREE_BYTES, download
+from gpupoold.checkpoints.download import KEPT_FREE_BYTES
 from gpupoold.checkpoints.manifest import read_manifest
 from gpupoold.errors import Failed, Refused, UsageError
 from tests.unit.checkpoints import samples
@@ -19,6 +19,7 @@ from tests.unit.checkpoints.download_tools import (
     REPO,
     WEIGHTS,
     big_checkpoint,
+    download,
     fetch,
     refusal,
     visible,

@@ -15,7 +15,6 @@ import pytest
 
 from gpupoold.checkpoints import hub as hub_module
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.download import download
 from gpupoold.checkpoints.fetcher import PART_FOLDER
 from gpupoold.checkpoints.hub import HubFile
 from gpupoold.checkpoints.manifest import MANIFEST_FILE, Manifest, read_manifest
@@ -28,6 +27,7 @@ from tests.unit.checkpoints.download_tools import (
     WEIGHTS,
     big_checkpoint,
     damaged_part,
+    download,
     fetch,
     refusal,
     visible,
@@ -71,8 +71,11 @@ class TestResume:
         hub.holds[WEIGHTS] = [2_000_000]
         code = (
             "import asyncio, sys; from pathlib import Path\n"
-            "from gpupoold.checkpoints.download import download\n"
-            f"asyncio.run(download({REPO!r}, None, Path(sys.argv[1]), lambda *_: None))"
+            "from gpupoold.checkpoints.download import Download\n"
+            "from gpupoold.checkpoints.hub import Hub\n"
+            "from gpupoold.checkpoints.layout import Wanted\n"
+            f"job = Download(Hub({REPO!r}), None, Path(sys.argv[1]), lambda *_: None, Wanted())\n"
+            "asyncio.run(job.run())"
         )
         child = subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path / "m")],

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from gpupoold.checkpoints.check import check_checkpoint
-from gpupoold.checkpoints.download import download
 from gpupoold.checkpoints.layout import UNREAD_QUANTIZATION
 from gpupoold.errors import Refused
 from tests.unit.checkpoints import samples
+from tests.unit.checkpoints.download_tools import download
 from tests.unit.checkpoints.fake_hub import FakeHub
 
 REPO = "org/model"

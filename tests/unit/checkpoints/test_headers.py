@@ -14,11 +14,12 @@ from safetensors.numpy import save
 
 from gpupoold.checkpoints import manifest
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint
-from gpupoold.checkpoints.download import Part, download
+from gpupoold.checkpoints.download import Part
 from gpupoold.checkpoints.manifest import HEADERS_FOLDER, remote_weights
 from gpupoold.checkpoints.survey import check_fits, estimate_weight_bytes
 from gpupoold.errors import Failed, GpupoolError, Refused
 from tests.unit.checkpoints import samples
+from tests.unit.checkpoints.download_tools import download
 from tests.unit.checkpoints.fake_hub import LFS_SUFFIXES, FakeHub
 
 REPO = "org/model"

@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.hub import Hub
 from gpupoold.checkpoints.hub_cache import FoundSnapshot, find_snapshot
+from gpupoold.checkpoints.layout import Wanted
 from tests.unit.checkpoints import samples
 from tests.unit.checkpoints.fake_hub import FakeHub
 
@@ -32,7 +33,7 @@ def cache(hub: FakeHub, tmp_path: Path) -> Path:
 
 
 def found(*caches: Path, revision: str | None = None, repo_id: str = REPO) -> FoundSnapshot:
-    return find_snapshot(Hub(repo_id), revision, caches)
+    return find_snapshot(Hub(repo_id), revision, caches, Wanted())
 
 
 def snapshot_of(cache: Path) -> Path:
@@ -149,6 +150,6 @@ def test_a_configured_cache_that_cannot_be_read_is_said(tmp_path: Path) -> None:
 def test_an_adapter(hub: FakeHub, tmp_path: Path) -> None:
     hub.add("org/lora", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"})
     snapshot_download("org/lora", cache_dir=tmp_path, endpoint=hub.url)
-    result = find_snapshot(Hub("org/lora"), None, [tmp_path], "adapter")
+    result = find_snapshot(Hub("org/lora"), None, [tmp_path], Wanted("adapter"))
     assert result.path is not None
     assert (result.path / "adapter_config.json").exists()

@@ -16,8 +16,10 @@ REPO = "org/model"
 DOWNLOAD = f"""
 import asyncio, sys
 from pathlib import Path
-from gpupoold.checkpoints.download import download
-asyncio.run(download({REPO!r}, None, Path(sys.argv[1]), print))
+from gpupoold.checkpoints.download import Download
+from gpupoold.checkpoints.hub import Hub
+from gpupoold.checkpoints.layout import Wanted
+asyncio.run(Download(Hub({REPO!r}), None, Path(sys.argv[1]), print, Wanted()).run())
 """
 NOTE = """
 import sys

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from gpupoold.checkpoints import fetcher as fetcher_module
-from gpupoold.checkpoints.download import download
 from gpupoold.checkpoints.fetcher import PART_FOLDER
 from tests.unit.checkpoints import samples
+from tests.unit.checkpoints.download_tools import download
 from tests.unit.checkpoints.fake_hub import XET_TOKEN, FakeHub
 
 REPO = "org/model"

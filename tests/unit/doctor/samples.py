@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpupoold.config.schema import Settings, parse_settings
-from gpupoold.doctor.check import Check, Verdict
-from gpupoold.doctor.checks import check_all
+from gpupoold.doctor.checks import Check, Verdict, check_all
 from gpupoold.doctor.facts import (
     DaemonFacts,
     DatabaseFacts,

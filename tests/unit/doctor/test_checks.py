@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpupoold.doctor.check import Verdict
-from gpupoold.doctor.checks import check_all
+from gpupoold.doctor.checks import Verdict, check_all
 from gpupoold.doctor.facts import (
     DaemonFacts,
     Facts,

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gpupoold.config.schema import parse_settings
-from gpupoold.doctor.check import Check, Verdict
-from gpupoold.doctor.checks import check_groups
+from gpupoold.doctor.checks import Check, Verdict, check_groups
 from gpupoold.doctor.facts import Gpu, GpuFacts, GpuLink, PciPath
 from gpupoold.doctor.probe_gpu import gpu_links
 

@@ -60,7 +60,7 @@ async def test_only_a_further_name_can_be_removed(registry: Registry, make_spec:
         with pytest.raises(NoSuchModel):
             await registry.remove_further(name)
     with pytest.raises(Refused):
-        await registry.remove_aliases("llama", ["think"])
+        await registry.update("llama", remove_aliases=["think"])
     row = await registry.remove_further("think")
     assert (row.spec.presets, row.spec.adapters, row.spec.aliases) == ((), (POET,), ("chat",))
     await registry.remove("llama")

@@ -66,7 +66,7 @@ async def test_bad_names(registry: Registry, make_spec: MakeSpec, name: str) -> 
     assert await registry.list() == []
     await registry.add(make_spec())
     with pytest.raises(UsageError, match="cannot be the name or alias"):
-        await registry.add_aliases("llama", [name])
+        await registry.update("llama", add_aliases=[name])
 
 
 async def test_one_name_twice_in_a_spec(registry: Registry, make_spec: MakeSpec) -> None:
@@ -110,16 +110,16 @@ async def test_adding_one_name_at_once_lets_one_through(
 
 async def test_targets(registry: Registry, make_spec: MakeSpec) -> None:
     await registry.add(make_spec())
-    row = await registry.set_targets("llama", Targets(ttft_s=1.5, tbt_s=0.25))
+    row = await registry.update("llama", targets=Targets(ttft_s=1.5, tbt_s=0.25))
     assert row.spec.targets == Targets(ttft_s=1.5, tbt_s=0.25)
     assert await registry.get("llama") == row
 
 
 async def test_aliases_come_and_go(registry: Registry, make_spec: MakeSpec) -> None:
     await registry.add(make_spec("llama", "chat"))
-    row = await registry.add_aliases("llama", ["b", "a"])
+    row = await registry.update("llama", add_aliases=["b", "a"])
     assert row.spec.aliases == ("chat", "b", "a")
-    row = await registry.remove_aliases("llama", ["chat", "a"])
+    row = await registry.update("llama", remove_aliases=["chat", "a"])
     assert row.spec.aliases == ("b",)
     assert await registry.get("chat") is None
     await registry.add(make_spec("chat"))
@@ -129,11 +129,11 @@ async def test_aliases_are_changed_all_or_none(registry: Registry, make_spec: Ma
     await registry.add(make_spec("qwen", "fast"))
     before = await registry.add(make_spec("llama", "chat"))
     with pytest.raises(Refused, match="already an alias of model 'qwen'"):
-        await registry.add_aliases("llama", ["new", "fast"])
+        await registry.update("llama", add_aliases=["new", "fast"])
     with pytest.raises(Refused, match="already an alias of model 'llama'"):
-        await registry.add_aliases("llama", ["chat"])
+        await registry.update("llama", add_aliases=["chat"])
     with pytest.raises(Refused, match="'fast' is not an alias of model 'llama'"):
-        await registry.remove_aliases("llama", ["chat", "fast"])
+        await registry.update("llama", remove_aliases=["chat", "fast"])
     with pytest.raises(Refused, match="'qwen' is already registered"):
         await registry.update(
             "llama", targets=Targets(1, 1), add_aliases=["qwen"], remove_aliases=["chat"]
@@ -206,9 +206,9 @@ async def test_changes_need_a_models_own_name(
     changes = [
         registry.remove(name),
         registry.set_state(name, ModelState.READY),
-        registry.set_targets(name, Targets()),
+        registry.update(name, targets=Targets()),
         registry.set_pinned(name, True),
-        registry.add_aliases(name, ["new"]),
+        registry.update(name, add_aliases=["new"]),
         registry.set_loaded(
             name, architecture="", weight_bytes=0, kv_bytes_per_token=0, max_model_len=1
         ),
@@ -226,10 +226,10 @@ async def test_the_list_is_what_the_database_has_after_every_change(
     changes = (
         lambda: registry.add(make_spec("llama")),
         lambda: registry.add(make_spec("qwen")),
-        lambda: registry.add_aliases("llama", ["chat"]),
+        lambda: registry.update("llama", add_aliases=["chat"]),
         lambda: registry.set_state("llama", ModelState.READY),
         lambda: registry.set_pinned("qwen", True),
-        lambda: registry.set_targets("qwen", Targets(ttft_s=7.0, tbt_s=0.7)),
+        lambda: registry.update("qwen", targets=Targets(ttft_s=7.0, tbt_s=0.7)),
         lambda: registry.remove("llama"),
     )
     async with await Database.open(path) as database:

@@ -10,7 +10,6 @@ import pytest
 
 from gpupoold.latency.models import (
     DecodeBatch,
-    DecodeModel,
     Fit,
     FitQuality,
     LinearDecode,
@@ -45,18 +44,11 @@ def test_prefill_laws_come_back(law: Any) -> None:
         stored.decode_law()
 
 
-@pytest.mark.parametrize("law", [DECODE, DecodeModel(4096, 14336, 1e-12, 2e-9)])
-def test_decode_laws_come_back(law: Any) -> None:
-    stored = StoredFit.of(Fit(law, QUALITY))
-    assert stored.decode_law() == law
+def test_decode_laws_come_back() -> None:
+    stored = StoredFit.of(Fit(DECODE, QUALITY))
+    assert stored.decode_law() == DECODE
     with pytest.raises(DataError, match="no prefill law"):
         stored.prefill_law()
-
-
-def test_another_attention_block_predicts_the_same() -> None:
-    law = PrefillModel(64, 160, 1e-9, 1e-7, 0.002, block_size=64)
-    stored = StoredFit.of(Fit(law, QUALITY))
-    assert stored.prefill_law().predict_s([700, 90]) == pytest.approx(law.predict_s([700, 90]))
 
 
 def test_constants_must_be_as_many_as_the_law_has() -> None:

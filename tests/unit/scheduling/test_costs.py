@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.latency.models import (
-    DecodeModel,
     LatencyModel,
     LinearDecode,
     LinearPrefill,
@@ -17,7 +16,7 @@ from gpupoold.scheduling.velocity import ModelCosts, costs_of
 SWITCH = SwitchModel(1e9)
 PAPER = LatencyModel(
     PrefillModel(4096, 11008, c1=2e-16, c2=3e-13, c3=0.011),
-    DecodeModel(4096, 11008, c4=6e-11, c5=2e-12),
+    LinearDecode(context_s=2e-8, sequence_s=0.0, base_s=0.0095),
     SWITCH,
 )
 LINEAR = LatencyModel(

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Protocol
 
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas_models import AddModelRequest, ModelInfo
@@ -24,11 +25,28 @@ _POLL_S = 0.1
 _ROOT = str(Path(__file__).resolve().parents[1])
 
 
+class Process(Protocol):
+    """What :class:`subprocess.Popen` and a forked process have in common."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int, /) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Process]
+"""Starts ``gpupoold`` with arguments, a whole environment and a file for its output."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrivateDaemon:
     """A running daemon and its addresses."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     socket_path: Path
     http_url: str
     log_path: Path
@@ -59,13 +77,31 @@ def daemon_environment() -> dict[str, str]:
     }
 
 
+def start_process(
+    arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Run ``python -m gpupoold``, which dies with the thread that starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpupoold", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=environment,
+        preexec_fn=functools.partial(die_with_parent, os.getpid()),
+    )
+
+
 @contextlib.contextmanager
 def private_daemon(
-    config: str, folder: Path | None = None, timeout_s: float = _START_TIMEOUT_S, server: str = ""
+    config: str,
+    folder: Path | None = None,
+    timeout_s: float = _START_TIMEOUT_S,
+    server: str = "",
+    start: Start = start_process,
 ) -> Iterator[PrivateDaemon]:
     """Start ``gpupoold`` with its own folders and a free port; stop the daemon at the end.
 
-    The daemon is ready when all its frontends are. It dies with the thread that starts it.
+    The daemon is ready when all its frontends are.
     ``config`` is TOML without ``[paths]`` and ``[server]``; ``server`` has further keys of the
     latter. A given ``folder`` is kept, a temporary one removed.
 
@@ -82,14 +118,8 @@ def private_daemon(
         config_path.write_text(f"{config}\n{_PATHS.format(folder=folder, server=server)}")
         log_path = folder / "daemon.log"
         with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "gpupoold", "--config", str(config_path)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=os.environ | daemon_environment(),
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),
-            )
+            environment = os.environ | daemon_environment()
+            process = start(["--config", str(config_path)], environment, log)
         stack.callback(_stop, process)
         socket_path = folder / "run" / "admin.sock"
         http_url = _wait_ready(process, socket_path, log_path, timeout_s)
@@ -109,9 +139,7 @@ model_dirs = ["{folder}/models"]
 """
 
 
-def _wait_ready(
-    process: subprocess.Popen[bytes], socket_path: Path, log_path: Path, timeout_s: float
-) -> str:
+def _wait_ready(process: Process, socket_path: Path, log_path: Path, timeout_s: float) -> str:
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
@@ -126,7 +154,7 @@ def _wait_ready(
     raise TimedOut(f"gpupoold was not ready within {timeout_s:g} s", f"see {log_path}")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: Process) -> None:
     process.terminate()
     try:
         process.wait(_STOP_TIMEOUT_S)

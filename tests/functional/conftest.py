@@ -25,6 +25,7 @@ from tests.functional.daemon_tools import (
     weight_bytes,
 )
 from tests.functional.import_server import ADDRESS, import_server
+from tests.support.programs import start_daemon
 
 IMPORTED = Path(__file__).parent / "imported"
 MAX_REQUEST_ROWS = 60
@@ -75,7 +76,7 @@ def shared_pool(
     config = emulated_config(device_bytes) + _POOL_CONFIG.format(
         cache_bytes=int(sum(sizes) + 1.6 * max(sizes)), max_requests=MAX_REQUEST_ROWS
     )
-    with private_daemon(config, tmp_path_factory.mktemp("pool")) as daemon:
+    with private_daemon(config, tmp_path_factory.mktemp("pool"), start=start_daemon) as daemon:
         for name in MODELS:
             daemon.add_model(name, tiny_models[name], **LOAD_OPTIONS)
         yield daemon

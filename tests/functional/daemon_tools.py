@@ -29,7 +29,7 @@ from gpupoold.api.schemas import DeviceInfo, ModelUsage, Ps, RoleName
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from tests.conftest import PYTHON_PATH
 from tests.functional.known_latency import prepare_state
-from tests.support.command_server import run_command
+from tests.support.programs import run_command, start_daemon
 
 MODELS = ("tiny-llama", "tiny-mixtral", "tiny-qwen2", "tiny-qwen3")
 LLAMA, MIXTRAL, QWEN2, QWEN3 = MODELS
@@ -57,7 +57,9 @@ def private_daemon(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpupool-")))
         if "emulated" in config:
             prepare_state(folder / "state")
-        yield stack.enter_context(daemons.private_daemon(config, folder, server=server))
+        yield stack.enter_context(
+            daemons.private_daemon(config, folder, server=server, start=start_daemon)
+        )
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +43,7 @@ from tests.functional.daemon_tools import (
     sim_daemon,
     until,
 )
+from tests.support.programs import run_daemon
 
 
 @pytest.fixture(scope="module")
@@ -356,14 +355,7 @@ tls_key = "{key}"
 state_dir = "{tmp_path}/state"
 runtime_dir = "{tmp_path}/run"
 """)
-    daemon = subprocess.run(
-        [sys.executable, "-m", "gpupoold", "--config", str(config)],
-        env=child_env(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    daemon = run_daemon(["--config", str(config)], child_env())
     assert daemon.returncode == 2
     checked = CliRunner().invoke(app, ["config", "check", str(config)])
     assert checked.exit_code == 1

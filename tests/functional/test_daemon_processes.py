@@ -41,8 +41,9 @@ from tests.functional.daemon_tools import (
     until,
 )
 from tests.functional.terminal import Terminal
+from tests.support.programs import run_daemon
 
-STOP_GRACE_S = 6.0
+STOP_GRACE_S = 3.0
 GRACE_S = 15.0
 
 
@@ -330,14 +331,7 @@ def write_config(folder: Path, text: str, **paths: Path) -> Path:
 
 def run_gpupoold(config: Path) -> subprocess.CompletedProcess[str]:
     """A daemon that must end by itself, with one clear line and no traceback."""
-    done = subprocess.run(
-        [sys.executable, "-m", "gpupoold", "--config", str(config)],
-        env=child_env(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
+    done = run_daemon(["--config", str(config)], child_env())
     assert "gpupoold: " in done.stderr
     assert "Traceback" not in done.stderr
     return done

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.units import parse_size_bytes
 from tests.conftest import ROOT
 from tests.functional.daemon_tools import child_env, private_daemon, ps
+from tests.support.programs import run_daemon
 
 GIB = 2**30
 # What README's short name and paths stand for: folders without weights.
@@ -223,14 +222,7 @@ def test_a_sum_that_cannot_be_had_ends_the_start(more: list[str], tmp_path: Path
     config = tmp_path / "gpupool.toml"
     folders = f'[paths]\nstate_dir = "{tmp_path}/state"\nruntime_dir = "{tmp_path}/run"\n'
     config.write_text(f'{BOXES[0].config}{folders}[memory]\nmodel_cache = "60GiB"\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "gpupoold", "--config", str(config), *more],
-        env=child_env(shares_import=True),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = run_daemon(["--config", str(config), *more], child_env(shares_import=True))
     assert done.returncode == 2
     needed = "65.5 GiB are needed (memory.model_cache 60 GiB, processes 4.75 GiB, requests 732 MiB)"
     assert f"gpupoold: memory.model_cache: {needed}" in done.stderr

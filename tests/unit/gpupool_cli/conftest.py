@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from gpupool_cli.main import app
-from tests.support.command_server import run_command
+from tests.support.programs import run_command
 
 ROOT = Path(__file__).resolve().parents[3]
 Cli = Callable[..., Result]

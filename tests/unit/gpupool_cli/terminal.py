@@ -7,7 +7,7 @@ import pty
 from collections.abc import Mapping
 from typing import Literal
 
-from tests.support.command_server import Command
+from tests.support.programs import start_command
 
 
 def run_on_terminal(
@@ -27,7 +27,7 @@ def shown_on_terminal(
     ours, theirs = pty.openpty()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     outputs = [theirs if name in streams else nowhere for name in ("stdout", "stderr")]
-    command = Command(arguments, environment, [theirs, *outputs])
+    command = start_command(arguments, environment, [theirs, *outputs])
     os.close(theirs)
     os.close(nowhere)
     shown = b""
@@ -37,4 +37,4 @@ def shown_on_terminal(
     except OSError:  # Linux's way to say that the other end is closed
         pass
     os.close(ours)
-    return command.wait(), shown.decode()
+    return command.wait(60), shown.decode()

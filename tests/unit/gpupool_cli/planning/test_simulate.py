@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.command_server import run_command
+from tests.support.programs import run_command
 from tests.unit.gpupool_cli.terminal import run_on_terminal
 
 SMALL = ("--devices", "1xH800", "--models", "2", "--duration", "20s", "--policy", "gpupool")

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import child_env
-from tests.support.command_server import run_command
+from tests.support.programs import run_command
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.config.schema import parse_settings
 from gpupoold.control.workers.worker import engine_environment
 from tests.functional.daemon_tools import (
+    LLAMA,
     LOAD_OPTIONS,
     MODELS,
     api_client,
@@ -25,6 +26,7 @@ from tests.functional.daemon_tools import (
     weight_bytes,
 )
 from tests.functional.import_server import ADDRESS, import_server
+from tests.functional.known_latency import prepare_state
 from tests.support.programs import start_daemon
 
 IMPORTED = Path(__file__).parent / "imported"
@@ -76,7 +78,9 @@ def shared_pool(
     config = emulated_config(device_bytes) + _POOL_CONFIG.format(
         cache_bytes=int(sum(sizes) + 1.6 * max(sizes)), max_requests=MAX_REQUEST_ROWS
     )
-    with private_daemon(config, tmp_path_factory.mktemp("pool"), start=start_daemon) as daemon:
+    folder = tmp_path_factory.mktemp("pool")
+    prepare_state(folder / "state", profiled=LLAMA)
+    with private_daemon(config, folder, start=start_daemon) as daemon:
         for name in MODELS:
             daemon.add_model(name, tiny_models[name], **LOAD_OPTIONS)
         yield daemon

@@ -7,6 +7,7 @@ that has them.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -44,6 +45,8 @@ _START_TIMEOUT_S = 90.0
 
 def python_with(module: str) -> str:
     """A Python that can import ``module``; skips the test without one."""
+    if "." not in module and importlib.util.find_spec(module) is not None:
+        return sys.executable
     for python in (sys.executable, os.environ.get("GPUPOOL_CLIENTS_PYTHON", "")):
         command = [python, "-c", f"import {module}"]
         if python and subprocess.run(command, capture_output=True, check=False).returncode == 0:

@@ -28,7 +28,7 @@ from tests.functional.daemon_tools import (
     until,
 )
 
-NUM_TOKENS = 60
+NUM_TOKENS = 40
 LISTS = ("tokens", "token_logprobs", "text_offset")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WORDS = {"messages": [{"role": "user", "content": "Tell me of the sea"}]}

@@ -33,7 +33,6 @@ from tests.functional.daemon_tools import (
     emulated_config,
     eventually,
     frontend,
-    only_frontend,
     private_daemon,
     ps,
     sim_daemon,
@@ -140,7 +139,6 @@ async def test_a_hung_worker_is_replaced_and_its_streams_go_on(watched: PrivateD
     assert check(watched)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 async def test_an_idle_worker_that_hangs_is_replaced(watched: PrivateDaemon) -> None:
     await eventually(lambda: is_whole(watched) and not ps(watched).requests, BACK_S)
@@ -259,50 +257,6 @@ async def crash_when_it_goes_on(daemon: PrivateDaemon, stream: Background) -> No
     await eventually(lambda: is_back_without(daemon, ended), BACK_S)
 
 
-class Callers:
-    """Clients that open one connection after the other, and what became of each."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.outcomes: list[str] = []
-        self.is_over = False
-
-    async def run(self) -> None:
-        """Until it is over."""
-        while not self.is_over:
-            async with httpx.AsyncClient(base_url=self._url, timeout=BACK_S) as http:
-                try:
-                    self.outcomes.append(str((await http.get("/v1/models")).status_code))
-                except httpx.HTTPError as error:
-                    self.outcomes.append(type(error).__name__)
-
-
-async def test_a_frontend_that_dies_refuses_no_connection(usual: PrivateDaemon) -> None:
-    await eventually(lambda: is_whole(usual), BACK_S)
-    callers = Callers(usual.http_url)
-    calling = [asyncio.create_task(callers.run()) for _ in range(4)]
-    async with api_client(usual.http_url) as api:
-        with only_frontend(usual, 0):
-            stream = Background(api, QWEN2, PROMPT, LONG)
-            await stream.started()
-        frontend(usual, 0).kill()
-        with pytest.raises((openai.APIError, httpx.HTTPError)):
-            await stream.finished()
-    await eventually(lambda: not ps(usual).requests)
-    num_before = len(callers.outcomes)
-    await eventually(lambda: len(callers.outcomes) > num_before + 20, BACK_S)
-    callers.is_over = True
-    await asyncio.gather(*calling)
-    # Those that were being answered are cut off; no other sees more than a pause.
-    cut_off = [text for text in callers.outcomes if text not in ("200", "503")]
-    assert set(cut_off) <= {"ReadError", "RemoteProtocolError"}
-    assert len(cut_off) <= len(calling)
-    assert callers.outcomes[-1] == "200"
-    assert is_idle(usual)
-    assert check(usual)
-    assert any("signal 9" in text for text in told(usual, "frontend_down"))
-
-
 @pytest.mark.slow
 def test_a_frontend_that_hangs_is_replaced_and_others_answer(watched: PrivateDaemon) -> None:
     until(lambda: are_frontends_ready(watched), BACK_S)
@@ -326,18 +280,18 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
 
 async def test_a_crash_leaves_streams_on_other_devices_alone(box: PrivateDaemon) -> None:
     async with api_client(box.http_url) as api:
-        other = Background(api, "two", PROMPT, 1200)
+        other = Background(api, "two", PROMPT, 400)
         await other.started()
         quiet = device_of(box, "two")
-        victim = Background(api, "one", PROMPT, 300)
+        victim = Background(api, "one", PROMPT, 120)
         await victim.started()
         crashed = device_of(box, "one")
         assert crashed.device != quiet.device
         assert crashed.pid is not None
         psutil.Process(crashed.pid).send_signal(signal.SIGSEGV)
-        assert len((await victim.finished()).token_ids) == 300
+        assert len((await victim.finished()).token_ids) == 120
         assert device_of(box, "two").pid == quiet.pid
-        assert len((await other.finished()).token_ids) == 1200
+        assert len((await other.finished()).token_ids) == 400
         assert told(box, "model_quarantined") == []
 
 

@@ -27,7 +27,7 @@ max_live_requests_per_model = {PER_MODEL}
 max_live_requests = {IN_ALL}
 """
 # A step of the model takes some 30 ms there: seconds, in which all others have come.
-NUM_TOKENS = 100
+NUM_TOKENS = 60
 
 
 @pytest.fixture(scope="module")

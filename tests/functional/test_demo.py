@@ -14,7 +14,7 @@ from examples.demo import act_two
 from tests.functional.daemon_tools import sim_daemon
 
 MODELS = ("one", "two")
-NUM_TOKENS = 160
+NUM_TOKENS = 80
 CONFIG = """
 devices = ["sim:2xA10"]
 

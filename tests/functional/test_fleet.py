@@ -35,7 +35,7 @@ from tests.functional.fleet_box import LocalFleet, local_fleet
 from tests.unit.checkpoints.fake_hub import run_hub
 
 NUM_TOKENS = 240
-NUM_STREAMS = 6
+NUM_STREAMS = 4
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from benchmarks.bench.in_daemon import leftovers
 from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -25,6 +26,7 @@ from tests.functional.daemon_tools import (
     are_frontends_ready,
     ask,
     check,
+    device,
     emulated_config,
     eventually,
     frontend,
@@ -178,6 +180,53 @@ async def test_only_the_streams_of_the_one_that_dies_end(pool: PrivateDaemon) ->
     await eventually(lambda: not ps(pool).requests)
     await eventually(lambda: are_frontends_ready(pool), BACK_S)
     assert check(pool)
+
+
+class Callers:
+    """Clients that open one connection after the other, and what became of each."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.outcomes: list[str] = []
+        self.is_over = False
+
+    async def run(self) -> None:
+        """Until it is over."""
+        while not self.is_over:
+            async with httpx.AsyncClient(base_url=self._url, timeout=BACK_S) as http:
+                try:
+                    self.outcomes.append(str((await http.get("/v1/models")).status_code))
+                except httpx.HTTPError as error:
+                    self.outcomes.append(type(error).__name__)
+
+
+async def test_a_frontend_that_dies_refuses_no_connection(pool: PrivateDaemon) -> None:
+    callers = Callers(pool.http_url)
+    calling = [asyncio.create_task(callers.run()) for _ in range(4)]
+    async with api_client(pool.http_url) as api:
+        with only_frontend(pool, 0):
+            stream = Background(api, QWEN2, PROMPT, LONG)
+            await stream.started()
+        frontend(pool, 0).kill()
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            await stream.finished()
+    await eventually(lambda: not ps(pool).requests)
+    num_before = len(callers.outcomes)
+    await eventually(lambda: len(callers.outcomes) > num_before + 20, BACK_S)
+    callers.is_over = True
+    await asyncio.gather(*calling)
+    # Those that were being answered are cut off; no other sees more than a pause.
+    cut_off = [text for text in callers.outcomes if text not in ("200", "503")]
+    assert set(cut_off) <= {"ReadError", "RemoteProtocolError"}
+    assert len(cut_off) <= len(calling)
+    assert callers.outcomes[-1] == "200"
+    with pool.client() as client:
+        leftovers(client)
+        downs = [event.message for event in client.events() if event.kind == "frontend_down"]
+    assert device(pool).kv_host_bytes == 0
+    assert check(pool)
+    assert any("signal 9" in text for text in downs)
+    await eventually(lambda: are_frontends_ready(pool), BACK_S)
 
 
 async def test_one_step_s_outputs_are_divided(pool: PrivateDaemon) -> None:

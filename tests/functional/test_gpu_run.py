@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -20,6 +22,7 @@ def run(out: Path, temporary: Path, *options: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 def test_a_dry_run_leaves_results_and_nothing_else(tmp_path: Path) -> None:
     out, temporary = tmp_path / "out", tmp_path / "temporary"
     done = run(out, temporary, "--dry-run", "--only", "device")

@@ -45,6 +45,8 @@ HOSTILE_TEMPLATES = {
         "takes more than 1 GiB of memory",
     ),
 }
+# Each takes a second of a core; others of the kind are in the ordinary run.
+SLOW_TEMPLATES = {"endless", "endless for an image", "quadratic"}
 HARMLESS_TEMPLATES = (
     "{% for m in messages %}{{ m.content }}{% endfor %}",
     "{{ raise_exception('only in English') }}",
@@ -96,7 +98,13 @@ async def refusal(inspector: Inspector, folder: Path, **engine: str) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("kind", HOSTILE_TEMPLATES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW_TEMPLATES else [])
+        for kind in HOSTILE_TEMPLATES
+    ],
+)
 async def test_hostile_templates(kind: str, inspector: Inspector, copy: Path) -> None:
     template, reason = HOSTILE_TEMPLATES[kind]
     (copy / "chat_template.jinja").write_text(template)
@@ -106,7 +114,8 @@ async def test_hostile_templates(kind: str, inspector: Inspector, copy: Path) ->
 
 
 async def test_a_template_of_the_options(inspector: Inspector, copy: Path) -> None:
-    assert "of CPU time" in await refusal(inspector, copy, chat_template=LOOPS)
+    template = HOSTILE_TEMPLATES["large"][0]
+    assert "1 GiB of memory" in await refusal(inspector, copy, chat_template=template)
 
 
 async def test_what_is_wrong_only_in_itself_is_harmless(inspector: Inspector, copy: Path) -> None:
@@ -162,7 +171,7 @@ async def test_unchanged_files_are_checked_once(
     await inspector.check_chat(spec_of(copy))
     await inspector.check_chat(spec_of(copy))
     assert len(started) == 1
-    (copy / "chat_template.jinja").write_text(LOOPS)
+    (copy / "chat_template.jinja").write_text(HOSTILE_TEMPLATES["large"][0])
     await refusal(inspector, copy)
     await refusal(inspector, copy)
     assert len(started) == 3

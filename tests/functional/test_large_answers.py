@@ -123,10 +123,10 @@ def test_a_neighbour_streams_on(box: PrivateDaemon) -> None:
 
     async def run() -> None:
         async with api_client(box.http_url) as api, httpx.AsyncClient(timeout=120) as http:
-            alone = await ask(api, LLAMA, "somebody else", 900)
-            stream = Background(api, LLAMA, "somebody else", 900)
+            alone = await ask(api, LLAMA, "somebody else", 600)
+            stream = Background(api, LLAMA, "somebody else", 600)
             await stream.started()
-            body: dict[str, Any] = {"model": LLAMA, "prompt": [[7 + n, *PROMPT] for n in range(15)]}
+            body: dict[str, Any] = {"model": LLAMA, "prompt": [[7 + n, *PROMPT] for n in range(8)]}
             body |= {"prompt_logprobs": 20, "max_tokens": 1}
             answers = await asyncio.gather(
                 *(http.post(box.http_url + COMPLETIONS, json=body) for _ in range(2))

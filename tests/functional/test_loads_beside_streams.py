@@ -130,10 +130,8 @@ def test_a_worker_ends_during_a_load(peer: WorkerPeer, tiny_models: dict[str, Pa
     wait_loading(peer)
 
 
-@pytest.fixture(params=[1.3, 1.8, 2.5])
-def small_card(
-    request: pytest.FixtureRequest, tiny_models: dict[str, Path]
-) -> Iterator[WorkerPeer]:
+@pytest.fixture(scope="module", params=[1.3, pytest.param(1.8, marks=pytest.mark.slow), 2.5])
+def card(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
     """A device for so many models, with a model; a load takes the pages of more than a model."""
     made = WorkerPeer(int(request.param * weight_bytes(tiny_models["tiny-llama"])))
     try:
@@ -141,6 +139,16 @@ def small_card(
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def small_card(card: WorkerPeer) -> Iterator[WorkerPeer]:
+    """The device with that model alone before and after a test."""
+    yield card
+    card.call("check_integrity")
+    unload(card, "other")
+    card.tokens.clear()
+    card.ended.clear()
 
 
 def test_live_requests_survive_a_load_that_takes_their_pages(
@@ -159,7 +167,6 @@ def test_live_requests_survive_a_load_that_takes_their_pages(
     peer.run_until_ended("one", "two")
     assert peer.ended == {"one": "length", "two": "length"}
     assert {name: peer.tokens[name] for name in PROMPTS} == {name: alone[name] for name in PROMPTS}
-    peer.call("check_integrity")
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -174,7 +181,6 @@ def test_a_load_gets_the_pages_of_models_on_a_small_card(
     if not is_idle:
         peer.run_until_ended("one")
         assert peer.tokens["one"] == alone["one"]
-    peer.call("check_integrity")
 
 
 def num_tokens(peer: WorkerPeer, ids: list[str]) -> int:

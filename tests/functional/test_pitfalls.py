@@ -13,8 +13,8 @@ from gpupoold.wire import messages as m
 from tests.functional.worker_peer import WorkerPeer, encode_request
 
 MODELS = ("tiny-llama", "tiny-qwen3")
-NUM_PARALLEL = 32
-NUM_SWITCHES = 40
+NUM_PARALLEL = 24
+NUM_SWITCHES = 20
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def test_the_same_tokens_from_any_point_on(peer: WorkerPeer, case: str) -> None:
     sampling = {"max_tokens": NUM_TOKENS} | CASES[case]
     whole: dict[tuple[str, int], list[int]] = {}
     for model in MODELS:
-        for index in range(3):
+        for index in (0, 2):
             request_id = f"{case}-whole-{model}-{index}"
             peer.ask(model, request_id, prompt(index), **sampling)
             peer.run_until_ended(request_id)

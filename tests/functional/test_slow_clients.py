@@ -17,13 +17,12 @@ import psutil
 import pytest
 
 from benchmarks.private_daemon import PrivateDaemon
-from tests.functional.daemon_tools import child, sim_daemon
+from tests.functional.daemon_tools import child
 
 NUM_IDLE = 3000
 NUM_OWN = 100
 NUM_STRANGERS = 300
 STRANGER = 4_000_000
-CONFIG = 'devices = ["sim:A10"]\n'
 # Far more than the kernel keeps for a client that does not read.
 NUM_UNREAD = 1000
 MAX_GROWTH_BYTES = 64 << 20
@@ -42,14 +41,13 @@ sys.stdin.read()
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateDaemon]:
+def daemon(sim_box: PrivateDaemon) -> Iterator[PrivateDaemon]:
+    """A daemon, and open files for all connections of the tests."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < 2 * NUM_IDLE:
         pytest.skip(f"needs {2 * NUM_IDLE} open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    folder = tmp_path_factory.mktemp("slow")
-    with sim_daemon(CONFIG, folder, ["one"]) as running:
-        yield running
+    yield sim_box
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
 
 

@@ -18,11 +18,11 @@ gpu = "A10"
 [memory]
 model_cache = 0
 [limits]
-stop_grace = "20s"
+stop_grace = "6s"
 [access]
 allowed_origins = ["{PAGE["origin"]}"]
 """
-NUM_TOKENS = 120
+NUM_TOKENS = 60
 BODY = {"model": "one", "prompt": "x", "max_tokens": 2}
 
 

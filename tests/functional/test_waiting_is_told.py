@@ -21,7 +21,7 @@ kind = "sim"
 gpu = "A10"
 """
 # Prompts that keep an A10 busy for seconds.
-_NUM_PROMPTS, _PROMPT_TOKENS = 4, 3900
+_NUM_PROMPTS, _PROMPT_TOKENS = 3, 3900
 _COMMENT = re.compile(r": gpupool waiting place=(\d+) estimate_s=(\d+\.\d)")
 
 

@@ -11,22 +11,24 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
-from gpupool_cli.engine_options import EngineOption, read_options
 from gpupool_cli.models import print_model
 from gpupool_cli.options import (
     BaseOption,
+    EngineOption,
     JsonOption,
     NewNameArgument,
     PaceOption,
     RevisionOption,
     TbtOption,
     TtftOption,
+    open_client,
+    read_options,
     read_pairs,
     set_once,
+    socket_path_of,
 )
 from gpupool_cli.output import numbers
 from gpupool_cli.progress import ProgressView
-from gpupool_cli.session import open_client, socket_path_of
 from gpupoold.api.schemas_models import (
     AddAdapterRequest,
     AddModelRequest,

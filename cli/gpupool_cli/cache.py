@@ -6,9 +6,8 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import JsonOption, NameArgument
+from gpupool_cli.options import JsonOption, NameArgument, open_client
 from gpupool_cli.output import columns
-from gpupool_cli.session import open_client
 from gpupoold.api.schemas import CachedModel, CacheInfo
 from gpupoold.units import format_bytes
 

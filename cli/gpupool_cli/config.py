@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +12,14 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import ExitCode, say
-from gpupool_cli.options import JsonOption
+from gpupool_cli.options import JsonOption, open_client
 from gpupool_cli.output import NOTHING, Column, columns
-from gpupool_cli.session import open_client
 from gpupoold.api.schemas import ChangeInfo, ConfigInfo, SettingInfo
 from gpupoold.config.file import PlacedProblem, check_on_machine, check_text, parsed_file
 from gpupoold.config.fitting import fitted
 from gpupoold.config.keys import config_info
 from gpupoold.config.schema import chosen_path, read_text
+from gpupoold.doctor.checks import Check, Verdict
 from gpupoold.doctor.machine import find_machine
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and compare the configuration.")
@@ -36,6 +37,8 @@ _EFFECTS = {
 _COLUMNS = columns("KEY, NOW, FILE, HEEDED")
 
 _LIST_INDEX = re.compile(r"\[\d+\]$")
+
+_CHECK_COLUMNS = columns("CHECK, VERDICT*, FOUND")
 
 
 @app.command("check")
@@ -201,3 +204,41 @@ def _line(one: SettingInfo) -> str:
     if one.is_hidden:
         return f"# {key} is hidden"
     return f"# {key} is not set" if one.value is None else f"{key} = {value_text(one.value)}"
+
+
+def doctor(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The configuration; default: the daemon's file."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Look at driver, memory, limits, disks, kernel, versions, configuration and daemon.
+
+    Exit status 0 if nothing is at fault, warnings or not; 1 if something is. Needs no daemon.
+    """
+    # Imported here, because no other command needs NVML or SQLite.
+    from gpupoold.doctor.checks import check_all
+    from gpupoold.doctor.probes import find_facts
+
+    checks = check_all(find_facts(config, ctx.find_root().params.get("socket_path")))
+    if as_json:
+        output.print_json({"checks": [asdict(check) for check in checks]})
+    else:
+        _show_checks(checks)
+    if any(check.verdict is Verdict.FAULT for check in checks):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _show_checks(checks: list[Check]) -> None:
+    output.print_table(
+        _CHECK_COLUMNS, [[check.name, check.verdict.value, check.found] for check in checks]
+    )
+    for check in checks:
+        if check.verdict is not Verdict.OK:
+            output.print_line("")
+            output.print_styled(
+                [f"{check.verdict.value}: {check.name}: {check.found}"], check.verdict
+            )
+            output.print_line(f"fix: {check.fix}")

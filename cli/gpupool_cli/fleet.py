@@ -11,9 +11,8 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import JsonOption, PaceOption, TbtOption, TtftOption
+from gpupool_cli.options import JsonOption, PaceOption, TbtOption, TtftOption, socket_path_of
 from gpupool_cli.output import columns
-from gpupool_cli.session import socket_path_of
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import UsageError
 from gpupoold.units import format_bytes

@@ -11,9 +11,8 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import JsonOption, complete_model_name, duration_s
+from gpupool_cli.options import JsonOption, complete_model_name, duration_s, open_client
 from gpupool_cli.output import Column, columns, duration_text, size_text
-from gpupool_cli.session import open_client
 from gpupoold.api.schemas import BatchInfo, UseInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
 from gpupoold.domain import SWITCH_STAGES, DeviceUse, Event, RequestRecord, RequestStages, Switch

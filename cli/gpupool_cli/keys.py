@@ -10,9 +10,15 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import JsonOption, PaceOption, complete_model_name, model_name
+from gpupool_cli.options import (
+    JsonOption,
+    PaceOption,
+    complete_model_name,
+    model_name,
+    open_client,
+    socket_path_of,
+)
 from gpupool_cli.output import columns
-from gpupool_cli.session import open_client, socket_path_of
 from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo, NewKey, SetKeyRequest
 from gpupoold.api_keys import KeyPriority
 from gpupoold.errors import UsageError

@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import sys
 from collections import UserDict
+from enum import StrEnum
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.completion import shell_complete
 from typer.main import get_group
 
-from gpupool_cli import completion
 from gpupool_cli.diagnostics import CliGroup
-from gpupool_cli.session import global_options
+from gpupool_cli.options import global_options
+from gpupoold.errors import Refused
 from gpupoold.system.interrupts import ended_by_interrupts
 
 _PLACES = {
@@ -29,10 +32,10 @@ _PLACES = {
     "status": "status.status",
     "ps": "status.ps",
     "top": "top.top",
-    "drain": "workers.drain",
-    "undrain": "workers.undrain",
-    "park": "workers.park",
-    "wake": "workers.wake",
+    "drain": "status.drain",
+    "undrain": "status.undrain",
+    "park": "status.park",
+    "wake": "status.wake",
     "unload": "models.unload",
     "cancel": "models.cancel",
     "switches": "history.switches",
@@ -40,7 +43,7 @@ _PLACES = {
     "usage": "history.usage",
     "batches": "history.batches",
     "why": "why.why",
-    "doctor": "doctor.doctor",
+    "doctor": "config.doctor",
     "run": "run.run",
     "events": "history.events",
     "logs": "history.logs",
@@ -51,15 +54,20 @@ _PLACES = {
     "make-tiny-models": "tiny.make_tiny_models",
     "make-dummy-models": "tiny.make_dummy_models",
     "version": "status.version",
-    "completion": "completion.completion",
-    "role": "workers.app",
+    "completion": "main.completion",
+    "role": "status.app",
     "cache": "cache.app",
     "key": "keys.app",
     "fleet": "fleet.app",
     "config": "config.app",
-    "bench": "bench.register",
+    "bench": "main.register_bench",
 }
 """Module and function of each command, or the group of commands, in the order of the help."""
+
+PROGRAM = "gpupool"
+_VARIABLE = f"_{PROGRAM.upper()}_COMPLETE"
+
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class _Commands(UserDict[str, Any]):
@@ -76,7 +84,7 @@ def _load(name: str, place: str) -> Any:
     with ended_by_interrupts():
         found = getattr(import_module(f"gpupool_cli.{module}"), attribute)
     alone = typer.Typer(rich_markup_mode=None)
-    if attribute == "register":
+    if attribute == "register_bench":
         found(alone)
     elif isinstance(found, typer.Typer):
         alone.add_typer(found, name=name)
@@ -99,7 +107,7 @@ class _Root(CliGroup):
 
 app = typer.Typer(
     cls=_Root,
-    name=completion.PROGRAM,
+    name=PROGRAM,
     help="Serve many LLMs on few GPUs: talk to the gpupoold daemon on this machine.",
     epilog="Exit status: 0 ok, 1 failed, 2 usage, 3 daemon not running, 4 no such model or request,"
     " 5 refused, 6 timed out, 130 interrupted.",
@@ -118,7 +126,51 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model may answer with characters outside the terminal's encoding.
         sys.stdout.reconfigure(errors="replace")
-    app(prog_name=completion.PROGRAM)
+    app(prog_name=PROGRAM)
+
+
+class Shell(StrEnum):
+    """Shells with completion."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(
+    ctx: typer.Context,
+    shell: Annotated[Shell, typer.Argument(help="The shell to print the script for.")],
+) -> None:
+    """Print the completion script of a shell.
+
+    For bash: source <(gpupool completion bash), in ~/.bashrc. For zsh: the same with zsh, in
+    ~/.zshrc after compinit. For fish: into ~/.config/fish/completions/gpupool.fish.
+    """
+    code = shell_complete(ctx.find_root().command, {}, PROGRAM, _VARIABLE, f"source_{shell}")
+    raise typer.Exit(code)
+
+
+def register_bench(app: typer.Typer) -> None:
+    """Add the commands of the package ``benchmarks``, or one that says where they are."""
+    if str(_CHECKOUT) not in sys.path:
+        sys.path.append(str(_CHECKOUT))
+    try:
+        from benchmarks.bench.commands import app as commands
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not "benchmarks.bench.commands".startswith(missing.name):
+            raise
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command("bench", context_settings=settings)(_absent)
+    else:
+        app.add_typer(commands, name="bench")
+
+
+def _absent() -> None:
+    """Measure this machine, with a limit beside each figure; part of a checkout of gpupool."""
+    raise Refused(
+        "the benchmarks are not part of this installation",
+        "run `gpupool bench` of a checkout of gpupool, after `make venv`",
+    )
 
 
 if __name__ == "__main__":

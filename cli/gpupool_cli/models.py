@@ -10,8 +10,8 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import report, say
-from gpupool_cli.engine_options import EngineOption, read_options
 from gpupool_cli.options import (
+    EngineOption,
     JsonOption,
     NameArgument,
     PaceOption,
@@ -19,8 +19,9 @@ from gpupool_cli.options import (
     TtftOption,
     complete_model_name,
     model_name,
+    open_client,
+    read_options,
 )
-from gpupool_cli.session import open_client
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas import ModelUsage
 from gpupoold.api.schemas_models import ModelInfo, SetModelRequest

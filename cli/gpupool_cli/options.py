@@ -1,20 +1,32 @@
-"""Options and arguments of several commands."""
+"""Options and arguments of several commands, and the daemon that the global options choose."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from gpupoold.api.client import AdminClient
 from gpupoold.api.paths import trusted_socket_path
 from gpupoold.errors import GpupoolError, UsageError
-from gpupoold.sim.host import HostWishes
-from gpupoold.units import parse_duration_s, parse_size_bytes
+from gpupoold.units import parse_duration_s
 
 _COMPLETION_TIMEOUT_S = 1.0
+
+SOCKET_VARIABLE = "GPUPOOL_SOCKET"
+
+EngineOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine",
+        metavar="KEY=VALUE",
+        help="An argument of `vllm serve`, such as max-num-seqs=16; @FILE reads a value; "
+        "may be repeated.",
+    ),
+]
 
 
 def duration_s(text: str) -> float:
@@ -30,104 +42,6 @@ def duration_s(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise typer.BadParameter(f"{text!r} must be more than zero and finite")
     return seconds
-
-
-def size_bytes(text: str) -> int:
-    """Bytes in an option's value.
-
-    Raises:
-        typer.BadParameter: it is no size; Typer adds the option's name.
-    """
-    try:
-        return parse_size_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-class EngineSizes(NamedTuple):
-    """Bytes of an engine, and of the engines of some models."""
-
-    num_bytes: int
-    own_bytes: tuple[tuple[str, int], ...]
-
-
-def engine_memory(text: str) -> EngineSizes:
-    """Parse the memory of engines: ``280MB`` or ``280MB,large-model=900MB``.
-
-    Raises:
-        typer.BadParameter: a part is no size; Typer adds the option's name.
-    """
-    first, *others = text.split(",")
-    pairs = [part.partition("=") for part in others]
-    if not all(separator for _, separator, _ in pairs):
-        raise typer.BadParameter(f"{text!r}: write for example 280MB,large-model=900MB")
-    own = tuple((name.strip(), size_bytes(size.strip())) for name, _, size in pairs)
-    return EngineSizes(size_bytes(first.strip()), own)
-
-
-def _size_option(name: str, text: str) -> Any:
-    return typer.Option(name, parser=size_bytes, metavar="SIZE", help=text)
-
-
-KvHostOption = Annotated[
-    int | None,
-    _size_option(
-        "--kv-host", "Host memory for KV of each GPU, as memory.kv_host; default: as the daemon."
-    ),
-]
-PrefixCacheOption = Annotated[
-    int | None,
-    _size_option(
-        "--prefix-cache",
-        "Host memory for KV of ended requests; default: what other KV leaves. 0: none.",
-    ),
-]
-ModelCacheOption = Annotated[
-    int | None,
-    _size_option(
-        "--model-cache", "Host memory for models, as memory.model_cache; default: as the daemon."
-    ),
-]
-EngineMemoryOption = Annotated[
-    EngineSizes | None,
-    typer.Option(
-        "--engine-memory",
-        parser=engine_memory,
-        metavar="SIZE[,MODEL=SIZE...]",
-        help="Memory of an engine outside the pages, as `gpupool show` says; default: none.",
-    ),
-]
-EnginesLimitOption = Annotated[
-    int | None,
-    _size_option(
-        "--engines-limit",
-        "Limit for the engines of a GPU, as memory.engines; default: as the daemon.",
-    ),
-]
-EngineLoadOption = Annotated[
-    float | None,
-    typer.Option(
-        "--engine-load",
-        parser=duration_s,
-        metavar="DURATION",
-        help="Time to load an engine that was evicted; default: 13s.",
-    ),
-]
-
-
-def host_wishes(
-    kv_host: int | None,
-    model_cache: int | None,
-    engines: EngineSizes | None,
-    engines_limit: int | None,
-    engine_load: float | None,
-    prefix_cache: int | None = None,
-) -> HostWishes:
-    """Return the budgets of a simulated box as given by options."""
-    num_bytes, own_bytes = (None, ()) if engines is None else engines
-    return HostWishes(
-        kv_host, model_cache, num_bytes, engines_limit, engine_load, prefix_cache, own_bytes
-    )
 
 
 def read_pairs(given: Iterable[str], option: str, example: str) -> Iterator[tuple[str, str]]:
@@ -164,8 +78,7 @@ def model_name(text: str) -> str:
 def complete_model_name(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return names of registered models, none without a daemon."""
     try:
-        socket_path = ctx.find_root().params.get("socket_path") or trusted_socket_path()
-        with AdminClient(socket_path, timeout_s=_COMPLETION_TIMEOUT_S) as client:
+        with AdminClient(socket_path_of(ctx), timeout_s=_COMPLETION_TIMEOUT_S) as client:
             names = [model.name for model in client.models()]
     except GpupoolError:
         return []
@@ -227,3 +140,55 @@ RevisionOption = Annotated[
     str | None,
     typer.Option("--revision", metavar="R", help="Branch, tag or commit on Hugging Face."),
 ]
+
+
+def open_client(ctx: typer.Context) -> AdminClient:
+    """Return a client of the chosen daemon; use as a context manager."""
+    return AdminClient(socket_path_of(ctx))
+
+
+def socket_path_of(ctx: typer.Context) -> Path:
+    """Return the chosen admin socket.
+
+    Raises:
+        Refused: no socket is named, and the default folder cannot be trusted.
+    """
+    chosen: Path | None = ctx.find_root().params.get("socket_path")
+    return chosen or trusted_socket_path()
+
+
+def global_options(
+    socket_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--socket",
+            metavar="PATH",
+            envvar=SOCKET_VARIABLE,
+            help="The daemon's admin socket; default: the daemon's default path.",
+        ),
+    ] = None,
+) -> None:
+    """Name the global options, which :func:`socket_path_of` reads."""
+
+
+def read_options(given: Iterable[str]) -> dict[str, str]:
+    """Return the options by name, with values from files read.
+
+    Raises:
+        UsageError: an option has no value, is repeated, or names an unreadable file.
+    """
+    options: dict[str, str] = {}
+    for name, value in read_pairs(given, "--engine", "seed=1"):
+        first, dot, keys = name.strip().removeprefix("--").partition(".")
+        name = f"{first.replace('-', '_')}{dot}{keys}"
+        value = _read_file(name, value[1:]) if value.startswith("@") else value
+        set_once(options, name, value, "--engine")
+    return options
+
+
+def _read_file(name: str, path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        text = f"--engine {name}: {path} cannot be read: {error}"
+        raise UsageError(text, "check the file") from error

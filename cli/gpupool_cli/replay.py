@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from gpupool_cli import output
-from gpupool_cli.options import JsonOption
-from gpupool_cli.session import open_client
+from gpupool_cli.options import JsonOption, open_client
 from gpupoold.errors import Failed, UsageError
 from gpupoold.replay.log_file import Replay, replay_file, write
 

@@ -11,10 +11,14 @@ from typing import Annotated
 import typer
 
 from gpupool_cli import output
-from gpupool_cli.completion import PROGRAM
-from gpupool_cli.diagnostics import CliGroup, say
-from gpupool_cli.options import JsonOption, duration_s
-from gpupool_cli.session import SOCKET_VARIABLE, global_options, open_client, socket_path_of
+from gpupool_cli.diagnostics import say
+from gpupool_cli.options import (
+    SOCKET_VARIABLE,
+    JsonOption,
+    duration_s,
+    open_client,
+    socket_path_of,
+)
 from gpupoold.errors import Refused, UsageError
 from gpupoold.system.process import die_with_parent
 
@@ -112,20 +116,6 @@ def _serve(
 def _is_in_browser() -> bool:
     """Return whether textual-serve runs this process for a page."""
     return "TEXTUAL_DRIVER" in os.environ
-
-
-def alone() -> None:
-    """Run the command line with only this command."""
-    app = typer.Typer(
-        cls=CliGroup,
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(global_options)
-    app.command("top")(top)
-    app(prog_name=PROGRAM)
 
 
 def _is_ascii() -> bool:

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from gpupool_cli import output
-from gpupool_cli.options import JsonOption, complete_model_name, model_name
+from gpupool_cli.options import JsonOption, complete_model_name, model_name, open_client
 from gpupool_cli.output import columns, duration_text
-from gpupool_cli.session import open_client
 from gpupool_cli.status import loading_text
 from gpupoold.api.schemas_explain import (
     DeviceTurns,

@@ -79,7 +79,7 @@ def test_command_line_modules_load_no_server(project_env: dict[str, str]) -> Non
 
 
 # What shows a live screen; text alone does without.
-TEXTUAL = ("actions", "app", "base_app", "board", "dialogs", "looking_app", "palette")
+TEXTUAL = ("app", "board", "dialogs")
 
 
 def test_one_screen_of_text_needs_no_textual(project_env: dict[str, str]) -> None:

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from examples.demo import act_one, act_two
 from gpupool_tui.compose import compose
-from gpupool_tui.glyphs import UNICODE
-from gpupool_tui.text import plain
+from gpupool_tui.text import UNICODE, plain
 from gpupool_tui.view import View
 from gpupoold.event_kinds import EventKind
 from tests.conftest import ROOT

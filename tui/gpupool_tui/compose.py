@@ -2,119 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from gpupool_tui import devices_panel, models_panel, requests_panel
-from gpupool_tui.frame import footer, header, title_line
 from gpupool_tui.lanes import axis, draw_lane
-from gpupool_tui.layout import share_out, wishes
-from gpupool_tui.numbers import clock, duration
+from gpupool_tui.panels import PanelTable, addition_notes, legend, pause_notes, tables
 from gpupool_tui.picture import Picture
-from gpupool_tui.table import DrawnTable, TableColumn, draw_table, plain, sort_rows, window
-from gpupool_tui.text import Line, Span, as_ascii, fit, fit_line, restyled
-from gpupool_tui.view import Panel, View
-from gpupoold.api.schemas import DeviceInfo
-from gpupoold.domain import Event
+from gpupool_tui.table import DrawnTable, draw_table, window
+from gpupool_tui.text import (
+    Line,
+    Span,
+    as_ascii,
+    clock,
+    count,
+    duration,
+    fit,
+    fit_line,
+    restyled,
+    size,
+    uptime,
+    width_of,
+)
+from gpupool_tui.view import Panel, View, share_out, wishes
+from gpupoold.api.schemas import DeviceInfo, Top
 from gpupoold.units import clean
 
 _LANE_LEFT = 5
 _LANE_RIGHT = 6
 
-_LEVELS = {"info": ("info", "dim"), "warning": ("warn", "warn"), "error": ("ERROR", "bad")}
+_STATE_STYLES = {"ready": "good", "starting": "warn", "stopping": "warn"}
 
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """The screen's content: each panel's lines, and the keys of rows by line."""
+    """The screen's content: the lines of each visible panel, and the keys of rows by line."""
 
     lines: list[Line]
     places: dict[Panel, range]
     rows: dict[int, tuple[Panel, str]]
-
-    @property
-    def visible(self) -> frozenset[Panel]:
-        """The panels on the screen."""
-        return frozenset(self.places)
-
-
-def key_of(event: Event) -> str:
-    """Return an event's key for selection."""
-    return str(event.id)
-
-
-def _message(event: Event, view: View, width: int) -> Line:
-    return (Span(clean(event.message), "bad" if event.level == "error" else ""),)
-
-
-COLUMNS: Sequence[TableColumn[Event]] = (
-    TableColumn("time", "TIME", 8, lambda one, view, _: (Span(clock(one.at, view.zone), "dim"),)),
-    TableColumn("level", "LEVEL", 5, lambda one, *_: (Span(*_LEVELS[one.level]),)),
-    TableColumn("kind", "WHAT", 14, plain(lambda one: one.kind, "bold"), grows=6),
-    TableColumn("subject", "OF", 8, plain(lambda one: one.subject), rank=1, grows=12),
-    TableColumn("message", "MESSAGE", 24, _message, grows=200),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class PanelTable:
-    """A table's columns, its rows in order, and the rows' keys."""
-
-    columns: Sequence[TableColumn[Any]]
-    rows: Sequence[Any]
-    key_of: Callable[[Any], str]
-    num_all: int
-
-    @property
-    def keys(self) -> list[str]:
-        return [self.key_of(row) for row in self.rows]
-
-
-def tables(picture: Picture, view: View) -> dict[Panel, PanelTable]:
-    """Return the rows of every table in order, without filtered ones."""
-    wanted, top = view.filter.lower(), picture.latest
-
-    def rows(
-        panel: Panel, every: Sequence[Any], columns: Any, key_of: Any, text: Any
-    ) -> PanelTable:
-        kept = [row for row in every if not wanted or wanted in text(row).lower()]
-        ordered = sort_rows(kept, columns, view.sorting.get(panel))
-        num_all = len(every)
-        if panel is Panel.REQUESTS:
-            num_all = max(num_all, top.status.num_live_requests)
-        return PanelTable(columns, ordered, key_of, num_all)
-
-    return {
-        Panel.DEVICES: rows(
-            Panel.DEVICES,
-            top.devices,
-            devices_panel.COLUMNS,
-            devices_panel.key_of,
-            lambda one: wanted,  # a name contains no device
-        ),
-        Panel.MODELS: rows(
-            Panel.MODELS,
-            top.models,
-            models_panel.columns(picture),
-            models_panel.key_of,
-            lambda one: one.usage.name,
-        ),
-        Panel.REQUESTS: rows(
-            Panel.REQUESTS,
-            top.requests,
-            requests_panel.COLUMNS,
-            requests_panel.key_of,
-            lambda one: f"{one.request_id} {one.model}",
-        ),
-        Panel.EVENTS: rows(
-            Panel.EVENTS,
-            list(picture.events),
-            COLUMNS,
-            key_of,
-            lambda one: f"{one.kind} {one.subject} {one.message}",
-        ),
-    }
 
 
 def compose(picture: Picture, view: View, width: int, height: int) -> Screen:
@@ -125,10 +50,10 @@ def compose(picture: Picture, view: View, width: int, height: int) -> Screen:
     lines: list[Line] = [header(picture, view, width)]
     places: dict[Panel, range] = {}
     rows: dict[int, tuple[Panel, str]] = {}
-    for panel, count in heights.items():
+    for panel, num_lines in heights.items():
         first = len(lines)
-        places[panel] = range(first, first + count)
-        drawn, keys = _panel(panel, picture, view, all_tables, width, count)
+        places[panel] = range(first, first + num_lines)
+        drawn, keys = _panel(panel, picture, view, all_tables, width, num_lines)
         above = 1 if panel is Panel.LANES else 2
         owner = Panel.DEVICES if panel is Panel.LANES else panel
         rows |= {first + above + index: (owner, key) for index, key in enumerate(keys)}
@@ -160,7 +85,7 @@ def _panel(
     drawn = draw_table(
         table.columns,
         table.rows,
-        table.key_of,
+        table.keys,
         view,
         view.sorting.get(panel),
         view.selected.get(panel),
@@ -168,12 +93,12 @@ def _panel(
         height - 1,
         at_end=panel is Panel.EVENTS,
     )
-    legend = devices_panel.legend(view) if panel is Panel.DEVICES else ()
+    shades = legend(view) if panel is Panel.DEVICES else ()
     notes = _notes(panel, table, drawn, view)
     if panel is Panel.MODELS:
-        notes[1:1] = models_panel.pause_notes(picture.latest.models)
-        notes += models_panel.addition_notes(picture.latest.additions)
-    title = title_line(panel, view, notes, legend, width)
+        notes[1:1] = pause_notes(picture.latest.models)
+        notes += addition_notes(picture.latest.additions)
+    title = title_line(panel, view, notes, shades, width)
     return [title, *drawn.lines], drawn.keys
 
 
@@ -216,3 +141,119 @@ def _lane(picture: Picture, device: DeviceInfo, view: View, cells: int, width: i
     style = "warn" if lane.switch_share > 0.25 else "dim"
     left = Span(fit(str(device.device), _LANE_LEFT - 1, right=True) + " ", "bold")
     return fit_line((left, *lane.line, Span(f" {share}", style)), width)
+
+
+def header(picture: Picture, view: View, width: int) -> Line:
+    """Return the daemon's state in one line; the least important parts are dropped first."""
+    right = _right(picture, view)
+    left: list[Span] = [Span(" gpupool ", "brand"), Span(" ")]
+    if view.lost:
+        left.append(Span(f"{view.glyphs.dot} {clean(view.lost)}", "bad"))
+        return _both(left, right, width, "bar")
+    state = picture.latest.status.state
+    left.append(Span(f"{view.glyphs.dot} {state}", _STATE_STYLES.get(state, "")))
+    for text, text_style in _facts(picture.latest):
+        piece = (Span(f" {view.glyphs.separator} ", "dim"), Span(text, text_style))
+        if width_of(left) + width_of(piece) + width_of(right) + 1 > width:
+            break
+        left += piece
+    return _both(left, right, width, "bar")
+
+
+def _facts(top: Top) -> Iterable[tuple[str, str]]:
+    status = top.status
+    rate = sum(model.usage.tokens_per_s for model in top.models)
+    yield f"{status.num_live_requests} live", ""
+    yield f"{count(rate)} tok/s", ""
+    refused = status.num_refused_requests
+    yield f"{count(refused)} refused", "warn" if refused else ""
+    yield _number(len(top.devices), "device"), ""
+    yield _number(status.num_models, "model"), ""
+    yield f"up {uptime(status.uptime_s)}", ""
+    switches = f"{count(top.num_switches)} switch{'es' * (top.num_switches != 1)}"
+    yield f"{switches}, {size(top.switched_bytes)} moved", ""
+    limit = size(status.model_cache_limit_bytes)
+    yield f"cache {size(status.model_cache_bytes)}/{limit}", ""
+    yield f"daemon {size(status.rss_bytes)}", ""
+    yield f"v{status.version}", "dim"
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _right(picture: Picture, view: View) -> list[Span]:
+    spans = []
+    if view.is_read_only:
+        spans.append(Span("read-only ", "warn"))
+    if view.is_held:
+        spans.append(Span("HELD ", "warn"))
+    every = f" +{duration(view.interval_s)}" if view.interval_s else ""
+    spans.append(Span(f"{clock(picture.latest.at, view.zone)}{every} ", "dim"))
+    return spans
+
+
+def title_line(panel: Panel, view: View, notes: Sequence[str], legend: Line, width: int) -> Line:
+    """Return a panel's title line with its number, name, notes and a legend."""
+    style = "title focus" if panel is view.focus else "title"
+    rule = view.glyphs.rule
+    left = [Span(f"{rule}{panel.value} ", "rule"), Span(panel.title, style), Span(" ")]
+    if notes:
+        left.append(Span(f"{view.glyphs.separator} ".join(f"{note} " for note in notes), "dim"))
+    room = width - width_of(left) - width_of(legend) - 2
+    right: Line = legend if room >= 0 else ()
+    gap = width - width_of(left) - width_of(right) - (1 if right else 0)
+    if gap < 0:
+        return fit_line(left, width)
+    end = (Span(" "), *right) if right else ()
+    return fit_line((*left, Span(rule * gap, "rule"), *end), width)
+
+
+def footer(view: View, hidden: Sequence[Panel], width: int) -> Line:
+    """The result of the last action, or the keys of the panel in focus; and what is not shown."""
+    right: list[Span] = []
+    if hidden:
+        names = ", ".join(f"{panel.value} {panel.title}" for panel in hidden)
+        right = [Span(f" not shown: {names} ", "warn")]
+    if view.message:
+        left = [Span(" "), Span(clean(view.message), view.message_style)]
+        return _both(left, right, width, "bar")
+    left = [Span(" ")]
+    for key, word, is_action in _hints(view):
+        style = "off" if is_action and view.is_read_only else ""
+        piece = (Span(key, f"key {style}".strip()), Span(f" {word}  ", style or "dim"))
+        if width_of(left) + width_of(piece) + width_of(right) > width:
+            break
+        left += piece
+    return _both(left, right, width, "bar")
+
+
+def _hints(view: View) -> Iterable[tuple[str, str, bool]]:
+    yield "q", "quit", False
+    yield "?", "help", False
+    if view.filter:
+        yield "esc", f"filter {view.filter!r} off", False
+    if view.maximised:
+        yield "esc", "all panels", False
+    yield from _ACTIONS.get(view.focus, ())
+    yield "enter", "details", False
+    yield "/", "filter", False
+    yield ",.", "sort", False
+    yield "1-5", "panels", False
+    yield "f", "hold", False
+
+
+_ACTIONS = {
+    Panel.DEVICES: (("d", "drain", True),),
+    Panel.LANES: (("[]", "zoom", False),),
+    Panel.MODELS: (("p", "pin", True), ("u", "unload", True), ("t", "targets", True)),
+    Panel.REQUESTS: (("x", "cancel", True),),
+}
+
+
+def _both(left: Sequence[Span], right: Sequence[Span], width: int, style: str) -> Line:
+    room = width - width_of(right)
+    if room < 8:
+        right, room = (), width
+    spans = (*fit_line(left, room), *right)
+    return tuple(Span(text, f"{style} {own}".strip()) for text, own in spans)

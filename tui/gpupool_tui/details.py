@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from gpupool_tui.models_panel import has_harmless_pauses, where
-from gpupool_tui.numbers import NOTHING, clock, count, duration, percent, ranges, size
+from gpupool_tui.panels import due, has_harmless_pauses, where
 from gpupool_tui.picture import Picture
-from gpupool_tui.requests_panel import due
-from gpupool_tui.text import plain
+from gpupool_tui.text import NOTHING, clock, count, duration, percent, plain, ranges, size
 from gpupool_tui.view import View
 from gpupoold.api.schemas import DeviceInfo, GpuInfo, ModelUsage, RequestInfo, TopModel
 from gpupoold.api.schemas_explain import DeviceTurns, Why

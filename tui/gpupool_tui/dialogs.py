@@ -1,9 +1,9 @@
-"""Dialogs above the board: a choice to confirm, targets to type, text to read."""
+"""Dialogs above the board, and the actions on the daemon that a dialog confirms."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from rich.text import Text
@@ -14,6 +14,11 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Input, Label, OptionList, Static
 
+from gpupool_tui.text import size
+from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas import DeviceInfo, RequestInfo, TopModel
+from gpupoold.api.schemas_models import SetModelRequest
+from gpupoold.domain import RemoveMode
 from gpupoold.units import format_duration, parse_duration_s
 
 Result = TypeVar("Result")
@@ -35,12 +40,7 @@ _CSS = """
 {name} Label, {name} Static {{ width: auto; max-width: 100%; }}
 """
 
-
-class DialogChoice(NamedTuple):
-    """An answer to a question, in words."""
-
-    label: str
-    value: str
+Call = Callable[[AdminClient], str]
 
 
 class _Dialog(ModalScreen[Result | None], Generic[Result]):
@@ -61,13 +61,13 @@ class _Dialog(ModalScreen[Result | None], Generic[Result]):
         self.dismiss(None)
 
 
-class ChoiceDialog(_Dialog[str]):
-    """Describes an action and asks for confirmation or a variant; returns the chosen value."""
+class ChoiceDialog(_Dialog[int]):
+    """Describes an action and asks for confirmation or a variant; returns the choice's number."""
 
     DEFAULT_CSS = _CSS.format(name="ChoiceDialog")
 
     def __init__(
-        self, title: str, text: str, choices: Sequence[DialogChoice], *, is_ascii: bool = False
+        self, title: str, text: str, choices: Sequence[str], *, is_ascii: bool = False
     ) -> None:
         super().__init__(is_ascii=is_ascii)
         self._title = title
@@ -78,7 +78,7 @@ class ChoiceDialog(_Dialog[str]):
         with Vertical(classes="box") as box:
             self.dress(box, self._title)
             yield Static(Text(self._text))
-            options = OptionList(*(Text(choice.label) for choice in self._choices), markup=False)
+            options = OptionList(*map(Text, self._choices), markup=False)
             yield options
             yield Label("enter: confirm   esc: cancel", classes="hint")
 
@@ -87,7 +87,7 @@ class ChoiceDialog(_Dialog[str]):
         self.query_one(OptionList).focus()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(self._choices[event.option_index].value)
+        self.dismiss(event.option_index)
 
 
 class TargetsDialog(_Dialog[tuple[float, float]]):
@@ -161,3 +161,104 @@ class TextDialog(_Dialog[bool]):
 
     def action_scroll(self, step: int) -> None:
         self.query_one(VerticalScroll).scroll_relative(y=step, animate=False)
+
+
+class ActionPlan(NamedTuple):
+    """A question with its answers in words, each with a call.
+
+    A call returns a sentence about its result; ``doing`` is shown meanwhile.
+    """
+
+    title: str
+    text: str
+    doing: str
+    calls: Sequence[tuple[str, Call]]
+
+
+def plan_pin(model: TopModel) -> ActionPlan:
+    """Plan to pin or unpin a model's snapshot."""
+    name, is_pinned = model.usage.name, not model.is_pinned
+
+    def call(client: AdminClient) -> str:
+        answer = client.pin(name, is_pinned)
+        return f"{answer.name}: {'pinned' if answer.is_pinned else 'not pinned any more'}"
+
+    if is_pinned:
+        text = "The model's snapshot stays in host memory, also after a restart of the daemon."
+        return ActionPlan(f"pin {name}?", text, f"pinning {name}", [("pin", call)])
+    text = "The model's snapshot may be evicted from host memory when other models need the memory."
+    return ActionPlan(f"unpin {name}?", text, f"unpinning {name}", [("unpin", call)])
+
+
+def plan_unload(model: TopModel) -> ActionPlan:
+    """Plan to unload a model, in a way that its live requests permit."""
+    name, num_live = model.usage.name, model.usage.num_live
+
+    def call(mode: RemoveMode, keep_host: bool) -> Call:
+        def unload(client: AdminClient) -> str:
+            freed = client.unload(name, mode, keep_host=keep_host)
+            host = f", {size(freed.host_bytes)} of host memory" if freed.host_bytes else ""
+            return f"{freed.name}: freed {size(freed.device_bytes)} on devices{host}"
+
+        return unload
+
+    on_devices = size(model.usage.weights_resident_bytes + model.usage.kv_resident_bytes)
+    text = f"{on_devices} on devices, {size(model.usage.cached_bytes)} in host memory.\n"
+    text += "The model stays registered; the next request loads the model again."
+    if num_live:
+        text += f"\n{num_live} live requests."
+    modes: list[tuple[RemoveMode, str]] = [("refuse", "")]
+    if num_live:
+        modes = [("drain", ", after the requests have ended"), ("force", ", ending the requests")]
+    calls = [
+        (f"free devices{'' if keep else ' and host memory'}{when}", call(mode, keep))
+        for mode, when in modes
+        for keep in (False, True)
+    ]
+    return ActionPlan(f"unload {name}?", text, f"unloading {name}", calls)
+
+
+def plan_cancel(request: RequestInfo) -> ActionPlan:
+    request_id = request.request_id
+
+    def call(client: AdminClient) -> str:
+        ended = client.cancel(request_id)
+        return f"{ended.request_id}: cancelled after {ended.num_output_tokens} tokens"
+
+    text = f"{request_id}\nof {request.model} ends with an error after "
+    text += f"{request.num_output_tokens} tokens."
+    doing = f"cancelling {request_id}"
+    return ActionPlan("cancel this request?", text, doing, [("cancel the request", call)])
+
+
+def plan_drain(device: DeviceInfo) -> ActionPlan:
+    """Plan to drain a device, or to return it to service."""
+    number = device.device
+
+    def drain(client: AdminClient) -> str:
+        client.drain(number)
+        return f"device {number}: drained; no requests until `undrain`"
+
+    def undrain(client: AdminClient) -> str:
+        client.undrain(number)
+        return f"device {number}: has work again"
+
+    if device.is_draining:
+        text, calls = "The device gets requests again.", [("undrain", undrain)]
+        return ActionPlan(f"undrain device {number}?", text, f"undraining {number}", calls)
+    text = f"No new requests; its {device.num_requests} requests migrate to other devices or end."
+    doing = f"draining device {number}"
+    return ActionPlan(f"drain device {number}?", text, doing, [("drain", drain)])
+
+
+def set_targets(name: str, ttft_s: float, tbt_s: float) -> Call:
+    """Give a model other targets."""
+
+    def call(client: AdminClient) -> str:
+        model = client.set_model(name, SetModelRequest(ttft_s=ttft_s, tbt_s=tbt_s))
+        return (
+            f"{model.name}: {format_duration(model.ttft_s)} to the first token,"
+            f" {format_duration(model.tbt_s)} between tokens"
+        )
+
+    return call

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from gpupool_tui.glyphs import Glyphs
-from gpupool_tui.numbers import duration
-from gpupool_tui.text import Line, Span, cell_len, fit
+from gpupool_tui.text import Glyphs, Line, Span, cell_len, duration, fit
 from gpupoold.api.schemas import DeviceInfo, TurnInfo
 from gpupoold.units import clean
 

@@ -1,18 +1,26 @@
-"""The known state of the daemon: its latest answer, and accumulated turns and events."""
+"""The known state of the daemon: its answers so far, and the thread that asks again."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 
 from gpupool_tui.lanes import Cell, LaneCells, Stretch, first_cell, stretches
+from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas import DeviceInfo, Top, TurnInfo
 from gpupoold.domain import Event
+from gpupoold.errors import GpupoolError
 
 NUM_EVENTS = 1000
 NUM_TURNS = 4000
 _MINUTES_EVERY = 15
+_TIMEOUT_S = 5.0
+_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -87,3 +95,67 @@ class Picture:
                 break
             count += 1
         return list(islice(kept, len(kept) - count, None))
+
+
+def ask(client: AdminClient, picture: Picture) -> Top:
+    """Return the daemon's answer with what is new; from a restarted daemon with all its turns."""
+    before = picture.latest
+    events_after = before.last_event_id
+    top = client.top(before.last_turn_id, events_after, minutes=picture.wants_minutes)
+    return client.top(0, events_after) if picture.restarted(top) else top
+
+
+class Poller(threading.Thread):
+    """Calls ``on_answer`` with each answer, or ``on_lost`` with the reason for none.
+
+    ``known`` returns the answers so far, None if no answer is wanted now. All callbacks run in this
+    thread.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        known: Callable[[], Picture | None],
+        interval_s: Callable[[], float],
+        on_answer: Callable[[Top], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="poller", daemon=True)
+        self._socket_path = socket_path
+        self._known = known
+        self._interval_s = interval_s
+        self._on_answer = on_answer
+        self._on_lost = on_lost
+        self._wake = threading.Event()
+        self._is_stopping = False
+
+    def ask_now(self) -> None:
+        """Do not wait for the rest of the interval."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread, which may be waiting for an answer."""
+        self._is_stopping = True
+        self._wake.set()
+
+    def run(self) -> None:
+        with AdminClient(self._socket_path, _TIMEOUT_S) as client:
+            while not self._is_stopping:
+                began_s = time.monotonic()
+                wait_s = self._interval_s() if self._once(client) else _RETRY_S
+                self._wake.wait(max(0.0, wait_s - (time.monotonic() - began_s)))
+                self._wake.clear()
+
+    def _once(self, client: AdminClient) -> bool:
+        picture = self._known()
+        if picture is None:
+            return True
+        try:
+            top = ask(client, picture)
+        except GpupoolError as error:
+            if not self._is_stopping:
+                self._on_lost(error.message)
+            return False
+        if not self._is_stopping:
+            self._on_answer(top)
+        return True

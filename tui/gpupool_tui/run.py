@@ -8,11 +8,9 @@ from datetime import tzinfo
 from pathlib import Path
 
 from gpupool_tui.compose import compose
-from gpupool_tui.glyphs import ASCII, UNICODE
-from gpupool_tui.layout import wishes
 from gpupool_tui.picture import Picture
-from gpupool_tui.text import plain
-from gpupool_tui.view import View, first_zoom_s
+from gpupool_tui.text import ASCII, UNICODE, plain
+from gpupool_tui.view import View, first_zoom_s, wishes
 from gpupoold.api.client import AdminClient
 from gpupoold.errors import UsageError
 
@@ -59,8 +57,7 @@ def run(socket_path: Path, options: Options) -> None:
     with AdminClient(socket_path) as client, ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask_once, client)
         # Plain text does not need Textual; a terminal imports Textual while the daemon answers.
-        from gpupool_tui.app import TopApp
-        from gpupool_tui.base_app import THEMES
+        from gpupool_tui.app import THEMES, TopApp
 
         picture = asked.result()
     view = View(
@@ -80,7 +77,7 @@ def _check_theme(theme: str) -> None:
         return
     from textual.theme import BUILTIN_THEMES
 
-    from gpupool_tui.base_app import THEMES
+    from gpupool_tui.app import THEMES
 
     if THEMES.get(theme, theme) not in BUILTIN_THEMES:
         names = ", ".join([*THEMES, *sorted(BUILTIN_THEMES)])

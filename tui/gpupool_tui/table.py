@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from gpupool_tui.numbers import NOTHING
-from gpupool_tui.text import Line, Span, fit, fit_line, restyled, width_of
+from gpupool_tui.text import NOTHING, Line, Span, fit, fit_line, restyled, width_of
 from gpupool_tui.view import Sorting, View
 from gpupoold.units import clean
 
@@ -44,12 +43,11 @@ def plain(text: Callable[[Row], str], style: str = "") -> Callable[[Row, View, i
 
 @dataclass(frozen=True, slots=True)
 class DrawnTable:
-    """A table's lines, its header first; the keys of the rows; omitted columns; number of rows."""
+    """A table's lines, its header first; the keys of the shown rows; omitted columns."""
 
     lines: list[Line]
     keys: list[str]
     left_out: list[str]
-    num_rows: int
 
 
 def or_last(value: float | None) -> tuple[int, float]:
@@ -136,7 +134,7 @@ def window(num_rows: int, height: int, selected: int, *, at_end: bool = False) -
 def draw_table(
     columns: Sequence[TableColumn[Row]],
     rows: Sequence[Row],
-    key_of: Callable[[Row], str],
+    keys: Sequence[str],
     view: View,
     sorting: Sorting | None,
     selected: str | None,
@@ -145,9 +143,8 @@ def draw_table(
     *,
     at_end: bool = False,
 ) -> DrawnTable:
-    """Return ``height`` lines of ``width`` cells: a header and sorted rows."""
+    """Return ``height`` lines of ``width`` cells: a header and sorted rows with their ``keys``."""
     fitted, left_out = fit_columns(columns, width - 1)
-    keys = [key_of(row) for row in rows]
     index = keys.index(selected) if selected in keys else (len(keys) - 1 if at_end else 0)
     shown = window(len(rows), height - 1, index, at_end=at_end and selected not in keys)
     lines = [fit_line(_header(fitted, view, sorting), width)]
@@ -157,7 +154,7 @@ def draw_table(
         line = fit_line((mark, *_cells(fitted, rows[number], view)), width)
         lines.append(restyled(line, "selected") if is_selected else line)
     lines += [(Span(" " * width),)] * (height - len(lines))
-    return DrawnTable(lines[:height], [keys[number] for number in shown], left_out, len(rows))
+    return DrawnTable(lines[:height], [keys[number] for number in shown], left_out)
 
 
 def _header(

@@ -1,14 +1,18 @@
-"""Inputs of ``gpupool plan``: models and their load, with notes on what was left out."""
+"""Options of a simulated box, and the models and load of ``gpupool plan`` with notes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
+
+from gpupool_cli.options import duration_s
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.domain import RequestRecord, Targets
 from gpupoold.errors import UsageError
+from gpupoold.sim.host import HostWishes
 from gpupoold.sim.planner.file import read_models
 from gpupoold.sim.planner.load import (
     PlanLoad,
@@ -18,6 +22,105 @@ from gpupoold.sim.planner.load import (
     trace_load,
 )
 from gpupoold.sim.planner.models import PlannedModel, read_checkpoint, read_shape
+from gpupoold.units import parse_size_bytes
+
+
+def size_bytes(text: str) -> int:
+    """Bytes in an option's value.
+
+    Raises:
+        typer.BadParameter: it is no size; Typer adds the option's name.
+    """
+    try:
+        return parse_size_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+class EngineSizes(NamedTuple):
+    """Bytes of an engine, and of the engines of some models."""
+
+    num_bytes: int
+    own_bytes: tuple[tuple[str, int], ...]
+
+
+def engine_memory(text: str) -> EngineSizes:
+    """Parse the memory of engines: ``280MB`` or ``280MB,large-model=900MB``.
+
+    Raises:
+        typer.BadParameter: a part is no size; Typer adds the option's name.
+    """
+    first, *others = text.split(",")
+    pairs = [part.partition("=") for part in others]
+    if not all(separator for _, separator, _ in pairs):
+        raise typer.BadParameter(f"{text!r}: write for example 280MB,large-model=900MB")
+    own = tuple((name.strip(), size_bytes(size.strip())) for name, _, size in pairs)
+    return EngineSizes(size_bytes(first.strip()), own)
+
+
+def _size_option(name: str, text: str) -> Any:
+    return typer.Option(name, parser=size_bytes, metavar="SIZE", help=text)
+
+
+KvHostOption = Annotated[
+    int | None,
+    _size_option(
+        "--kv-host", "Host memory for KV of each GPU, as memory.kv_host; default: as the daemon."
+    ),
+]
+PrefixCacheOption = Annotated[
+    int | None,
+    _size_option(
+        "--prefix-cache",
+        "Host memory for KV of ended requests; default: what other KV leaves. 0: none.",
+    ),
+]
+ModelCacheOption = Annotated[
+    int | None,
+    _size_option(
+        "--model-cache", "Host memory for models, as memory.model_cache; default: as the daemon."
+    ),
+]
+EngineMemoryOption = Annotated[
+    EngineSizes | None,
+    typer.Option(
+        "--engine-memory",
+        parser=engine_memory,
+        metavar="SIZE[,MODEL=SIZE...]",
+        help="Memory of an engine outside the pages, as `gpupool show` says; default: none.",
+    ),
+]
+EnginesLimitOption = Annotated[
+    int | None,
+    _size_option(
+        "--engines-limit",
+        "Limit for the engines of a GPU, as memory.engines; default: as the daemon.",
+    ),
+]
+EngineLoadOption = Annotated[
+    float | None,
+    typer.Option(
+        "--engine-load",
+        parser=duration_s,
+        metavar="DURATION",
+        help="Time to load an engine that was evicted; default: 13s.",
+    ),
+]
+
+
+def host_wishes(
+    kv_host: int | None,
+    model_cache: int | None,
+    engines: EngineSizes | None,
+    engines_limit: int | None,
+    engine_load: float | None,
+    prefix_cache: int | None = None,
+) -> HostWishes:
+    """Return the budgets of a simulated box as given by options."""
+    num_bytes, own_bytes = (None, ()) if engines is None else engines
+    return HostWishes(
+        kv_host, model_cache, num_bytes, engines_limit, engine_load, prefix_cache, own_bytes
+    )
 
 
 class Models(NamedTuple):

@@ -12,20 +12,21 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import ExitCode
-from gpupool_cli.options import (
+from gpupool_cli.options import JsonOption, duration_s, open_client
+from gpupool_cli.output import print_json
+from gpupool_cli.planning.inputs import (
     EngineLoadOption,
     EngineMemoryOption,
     EnginesLimitOption,
-    JsonOption,
+    Inputs,
     KvHostOption,
     ModelCacheOption,
-    duration_s,
     host_wishes,
+    make_inputs,
+    models_of_file,
+    registered_models,
 )
-from gpupool_cli.output import print_json
-from gpupool_cli.planning.inputs import Inputs, make_inputs, models_of_file, registered_models
 from gpupool_cli.planning.view import Planned, PlanProgress, plan_document, print_plan
-from gpupool_cli.session import open_client
 from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.domain import RequestRecord
 from gpupoold.errors import UsageError

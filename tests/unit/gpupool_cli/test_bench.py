@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from gpupool_cli import bench
+from gpupool_cli import main
 from gpupool_cli.diagnostics import CliGroup
 from gpupoold.errors import Refused
 from tests.unit.gpupool_cli.conftest import Cli
@@ -23,7 +23,7 @@ def test_an_installation_says_where_they_are(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "benchmarks.bench.commands", None)
     app = typer.Typer(cls=CliGroup)
     app.command("other")(test_a_checkout_has_benchmarks)
-    bench.register(app)
+    main.register_bench(app)
     result = CliRunner().invoke(app, ["bench", "switch", "--json"])
     assert result.exit_code == Refused.exit_code
     assert "of a checkout" in result.stderr

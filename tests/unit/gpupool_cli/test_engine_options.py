@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpupool_cli.add_model import read_defaults
-from gpupool_cli.engine_options import read_options
+from gpupool_cli.options import read_options
 from gpupoold.errors import Refused, UsageError
 
 

@@ -8,8 +8,7 @@ import subprocess
 
 import pytest
 
-from gpupool_cli.chat import ChatPiece, ChatWait, _sse_data
-from gpupool_cli.run import AnswerTiming, wait_text
+from gpupool_cli.run import AnswerTiming, ChatPiece, ChatWait, _sse_data, wait_text
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli, command
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

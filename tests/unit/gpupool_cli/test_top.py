@@ -62,7 +62,7 @@ def test_it_starts_without_the_other_commands(
         "try:\n"
         "    start.main()\n"
         "finally:\n"
-        "    names = ('gpupool_cli.main', 'gpupool_cli.planning.plan', 'textual')\n"
+        "    names = ('gpupool_cli.models', 'gpupool_cli.planning.plan', 'textual')\n"
         "    other = {name for name in names if name in sys.modules}\n"
         "    print(sorted(other), file=sys.stderr)"
     )

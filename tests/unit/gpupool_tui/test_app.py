@@ -13,12 +13,10 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static
 
 from gpupool_tui.app import TopApp
-from gpupool_tui.board import segments_of
+from gpupool_tui.board import all_keys, segments_of
 from gpupool_tui.dialogs import ChoiceDialog, TargetsDialog, TextDialog
-from gpupool_tui.glyphs import ASCII, UNICODE
-from gpupool_tui.keys import all_keys
 from gpupool_tui.picture import Picture
-from gpupool_tui.text import plain
+from gpupool_tui.text import ASCII, UNICODE, plain
 from gpupool_tui.view import Panel, View
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas import GpuInfo

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from gpupool_tui.bars import cells_of, gauge, memory_bar, sparkline
-from gpupool_tui.glyphs import ASCII, UNICODE
-from gpupool_tui.text import plain, width_of
+from gpupool_tui.panels import cells_of, gauge, memory_bar, sparkline
+from gpupool_tui.text import ASCII, UNICODE, plain, width_of
 
 
 @given(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from gpupool_tui.glyphs import ASCII
 from gpupool_tui.lanes import axis, colour_of, draw_lane
 from gpupool_tui.picture import Picture
-from gpupool_tui.text import plain, width_of
+from gpupool_tui.text import ASCII, plain, width_of
 from gpupoold.api.schemas import DeviceInfo, Top, TurnInfo
 from tests.unit.gpupool_tui.pictures import AT, device, top, turn
 

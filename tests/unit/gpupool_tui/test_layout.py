@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupool_tui.layout import share_out, wishes
-from gpupool_tui.view import Panel
+from gpupool_tui.view import Panel, share_out, wishes
 
 
 @pytest.mark.parametrize("num_devices", [0, 1, 2, 16])

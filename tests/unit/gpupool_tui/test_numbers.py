@@ -6,7 +6,7 @@ from datetime import UTC
 
 import pytest
 
-from gpupool_tui.numbers import clock, count, duration, percent, ranges, size, uptime
+from gpupool_tui.text import clock, count, duration, percent, ranges, size, uptime
 
 
 def test_durations() -> None:

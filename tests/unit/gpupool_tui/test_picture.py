@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from gpupool_tui.base_app import PollQuestion
+from typing import cast
+
+import pytest
+
+from gpupool_tui.picture import ask
+from gpupoold.api.client import AdminClient
+from gpupoold.api.schemas import Top
 from tests.unit.gpupool_tui.pictures import AT, picture, top
 
 
@@ -13,8 +19,26 @@ def test_turns_add_up_by_device() -> None:
     assert seen.turns_since(5, 0.0) == []
 
 
-def test_only_what_is_new_is_asked_for() -> None:
-    assert PollQuestion.after(picture()) == PollQuestion(7, 4, False, 4321)
+class Daemon:
+    """Notes the questions; the process id of its answers is ``pid``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.asked: list[tuple[object, ...]] = []
+
+    def top(self, turns_after: int, events_after: int, *, minutes: bool = True) -> Top:
+        self.asked.append((turns_after, events_after, minutes))
+        return top(1, pid=self.pid)
+
+
+@pytest.mark.parametrize(
+    ("pid", "asked"), [(4321, [(7, 4, False)]), (99, [(7, 4, False), (0, 4, True)])]
+)
+def test_only_what_is_new_is_asked_for(pid: int, asked: list[tuple[object, ...]]) -> None:
+    daemon = Daemon(pid)
+    answer = ask(cast("AdminClient", daemon), picture())
+    assert daemon.asked == asked
+    assert answer.status.pid == pid
 
 
 def test_minutes_are_kept_while_answers_leave_them_out() -> None:

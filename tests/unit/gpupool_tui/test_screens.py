@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from gpupool_tui.compose import compose
-from gpupool_tui.glyphs import ASCII, UNICODE
 from gpupool_tui.picture import Picture
 from gpupool_tui.run import screen_text
-from gpupool_tui.text import plain, width_of
+from gpupool_tui.text import ASCII, UNICODE, plain, width_of
 from gpupool_tui.view import Panel, Sorting, View
 from gpupoold.api.schemas import AdditionInfo
 from tests.unit.gpupool_tui.pictures import device, picture, top

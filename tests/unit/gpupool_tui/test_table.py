@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from gpupool_tui.glyphs import ASCII
 from gpupool_tui.table import (
     TableColumn,
     draw_table,
@@ -17,7 +16,7 @@ from gpupool_tui.table import (
     sort_rows,
     window,
 )
-from gpupool_tui.text import Span, plain, width_of
+from gpupool_tui.text import ASCII, Span, plain, width_of
 from gpupool_tui.view import Sorting, View
 
 
@@ -46,7 +45,7 @@ VIEW = View(ASCII)
 
 def drawn(width: int, height: int, selected: str | None = None) -> list[str]:
     found = draw_table(
-        COLUMNS, ROWS, lambda r: r.name, VIEW, Sorting("name"), selected, width, height
+        COLUMNS, ROWS, [r.name for r in ROWS], VIEW, Sorting("name"), selected, width, height
     )
     assert len(found.lines) == height
     assert all(width_of(line) == width for line in found.lines)

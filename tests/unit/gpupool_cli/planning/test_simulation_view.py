@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupool_cli.planning.simulation_view import print_rows
+from gpupool_cli.planning.simulate import print_rows
 from tests.unit.gpupool_cli.planning.test_plot import row
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpupool_tui.glyphs import UNICODE
-from gpupool_tui.models_panel import columns, pause_notes
-from gpupool_tui.text import Line
+from gpupool_tui.panels import columns, pause_notes
+from gpupool_tui.text import UNICODE, Line
 from gpupool_tui.view import View
 from gpupoold.api.schemas import TopModel
 from tests.unit.gpupool_tui.pictures import model, picture

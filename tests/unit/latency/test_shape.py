@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 
 from gpupoold.latency.shape import (
+    NUMBERS,
     DataError,
     ModelShape,
     ShapeError,
     builtin_shape,
     builtin_shapes,
     from_hf_config,
+    hardware,
+    hardware_profiles,
+    held_kv_heads,
+    profile_from,
+    why_undivided,
 )
 
 KIB = 1024
@@ -36,6 +42,8 @@ MIXTRAL_8X7B: dict[str, Any] = LLAMA_31_8B | {
     "num_experts_per_tok": 2,
     "vocab_size": 32000,
 }
+
+WANTED = {"A10", "A100-40", "A100-80", "H100", "H800", "H200", "H20", "L40S", "RTX 4090"}
 
 
 @pytest.mark.parametrize(
@@ -159,3 +167,87 @@ def test_every_builtin_shape_has_a_source() -> None:
 def test_unknown_model_lists_the_known() -> None:
     with pytest.raises(DataError, match=r"'gpt-5'.*Llama-2-7B"):
         builtin_shape("gpt-5")
+
+
+def entry(name: str) -> dict[str, Any]:
+    text = resources.files("gpupoold.latency").joinpath("hardware.toml").read_text("utf-8")
+    found: dict[str, Any] = tomllib.loads(text)[name]
+    return found
+
+
+def test_the_wanted_gpus_are_there() -> None:
+    assert hardware_profiles().keys() == WANTED
+
+
+@pytest.mark.parametrize("name", sorted(WANTED))
+def test_every_number_has_a_source_and_a_plausible_unit(name: str) -> None:
+    profile = hardware(name)
+    assert set(profile.sources) == {*NUMBERS, "host_link"}
+    assert all(len(text) > 15 for text in profile.sources.values())
+    assert 20 * 2**30 < profile.memory_bytes < 150 * 2**30
+    assert 5e11 < profile.memory_bandwidth_bytes_per_s < 5e12
+    assert 1e14 < profile.bf16_flops < 1e15
+    link = {"PCIe 4.0 x16": 32e9, "PCIe 5.0 x16": 64e9}[profile.host_link]
+    assert 0.5 * link < profile.pcie_bandwidth_bytes_per_s < 0.9 * link
+    taken_over = "taken over" in profile.sources["pcie_bandwidth_bytes_per_s"]
+    assert taken_over is not profile.is_pcie_measured
+
+
+def test_names_are_found_as_the_driver_writes_them() -> None:
+    assert hardware("NVIDIA H100 80GB HBM3") is hardware("h100")
+    assert hardware("rtx4090").name == "RTX 4090"
+    names = [
+        known.casefold()
+        for profile in hardware_profiles().values()
+        for known in (profile.name, *profile.aliases)
+    ]
+    assert len(names) == len(set(names))
+
+
+def test_unknown_gpu_lists_the_known() -> None:
+    with pytest.raises(DataError, match=r"'B9000'.*A10, .*RTX 4090"):
+        hardware("B9000")
+
+
+@pytest.mark.parametrize("key", [*NUMBERS, "host_link", "is_pcie_measured"])
+def test_missing_number_is_named(key: str) -> None:
+    broken = {name: value for name, value in entry("A10").items() if name != key}
+    with pytest.raises(DataError, match=rf"\[A10\] has no {key}"):
+        profile_from("A10", broken)
+
+
+@pytest.mark.parametrize("key", [*NUMBERS, "host_link"])
+def test_number_without_source_is_named(key: str) -> None:
+    broken = entry("A10")
+    del broken["sources"][key]
+    with pytest.raises(DataError, match=rf"no source for {key}"):
+        profile_from("A10", broken)
+
+
+def test_number_that_is_not_positive_is_named() -> None:
+    with pytest.raises(DataError, match="bf16_flops must be positive, got 0"):
+        profile_from("A10", entry("A10") | {"bf16_flops": 0})
+
+
+@pytest.mark.parametrize(
+    ("degree", "dimensions", "said"),
+    [
+        (1, {"num_heads": 7, "num_kv_heads": 7, "width": 13, "vocab_size": 5}, ""),
+        (4, {"num_heads": 64, "num_kv_heads": 8, "width": 29568, "vocab_size": 152064}, ""),
+        (8, {"num_heads": 28}, "28 attention heads are not divisible by 8"),
+        (8, {"num_heads": 32, "num_kv_heads": 2}, ""),
+        (6, {"num_heads": 12, "num_kv_heads": 4}, "4 KV heads neither divide 6 nor are divisible"),
+        (4, {"num_heads": 12, "num_kv_heads": 6}, "6 KV heads neither divide 4 nor are divisible"),
+        (4, {"width": 10922}, "the feed-forward width of 10922 is not divisible by 4"),
+        (8, {"vocab_size": 50257}, ""),
+        (5, {"vocab_size": 50257}, "the padded vocabulary of 50304 is not divisible by 5"),
+        (8, {}, ""),
+    ],
+)
+def test_why_undivided(degree: int, dimensions: dict[str, int], said: str) -> None:
+    found = why_undivided(degree, **dimensions)
+    assert found.startswith(said) if said else found == ""
+
+
+def test_fewer_kv_heads_than_gpus_are_copied() -> None:
+    assert [held_kv_heads(2, degree) for degree in (1, 2, 4, 8)] == [2, 2, 4, 8]

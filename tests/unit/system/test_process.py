@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.logs.files import MAX_TRACEBACKS
-from gpupoold.system.process import as_words, importing, raise_oom_score
+from gpupoold.system.process import as_words, importing, measure_lag, raise_oom_score
 
 ROOT = Path(__file__).parents[3]
 
@@ -162,3 +163,15 @@ for number in range(100):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr.count("Traceback") == MAX_TRACEBACKS
     assert done.stderr.count("ERROR sample vllm.somewhere: a client's request failed") == 5
+
+
+async def test_what_holds_the_loop_up_is_seen() -> None:
+    lags_s: list[float] = []
+    measuring = asyncio.create_task(measure_lag(lags_s.append, 0.001))
+    await asyncio.sleep(0)
+    time.sleep(0.05)
+    while not lags_s:
+        await asyncio.sleep(0.001)
+    measuring.cancel()
+    assert lags_s[0] >= 0.04
+    assert all(lag_s >= 0 for lag_s in lags_s)

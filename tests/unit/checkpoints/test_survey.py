@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from gpupoold.checkpoints.check import CheckpointInfo
 from gpupoold.checkpoints.files import DTYPE_BITS
-from gpupoold.checkpoints.survey import MODEL_DTYPE_BITS, check_fits, estimate_weight_bytes
+from gpupoold.checkpoints.survey import (
+    MODEL_DTYPE_BITS,
+    check_fits,
+    drafter_elements,
+    estimate_weight_bytes,
+    why_checkpoint_undivided,
+)
 from gpupoold.errors import Refused, UsageError
 
 MIB = 2**20
+
+HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
 
 
 def info(*elements: tuple[str, int], quantization: str | None = None) -> CheckpointInfo:
@@ -107,3 +117,85 @@ class TestCheckFits:
         else:
             with pytest.raises(Refused):
                 check(checkpoint, dtype, device, kv)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    header = json.dumps(
+        {"fc.weight": {"dtype": "F32", "shape": [1024, 1024], "data_offsets": [0, 4 * MIB]}}
+    ).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(4 * MIB)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", ["whole", "dotted", "short"])
+def test_a_drafter_in_a_folder_counts(folder: Path, form: str) -> None:
+    engine = {
+        "whole": {"speculative_config": json.dumps({"method": "eagle", "model": str(folder)})},
+        "dotted": {"speculative_config.model": str(folder)},
+        "short": {"spec_model": str(folder)},
+    }[form]
+    assert estimate_weight_bytes(BF16, "bfloat16", engine) == (16 + 2) * MIB
+    assert estimate_weight_bytes(BF16, "float32", engine) == (32 + 4) * MIB
+
+
+@pytest.mark.parametrize("method", ["mtp", "mimo_mtp"])
+@pytest.mark.parametrize("form", ["whole", "dotted", "short"])
+def test_a_module_in_the_models_checkpoint_counts_once(
+    folder: Path, form: str, method: str
+) -> None:
+    path = str(folder / ".." / folder.name)
+    engine = {
+        "whole": {"speculative_config": json.dumps({"method": method, "model": path})},
+        "dotted": {"speculative_config.method": method, "speculative_config.model": path},
+        "short": {"spec_method": method, "spec_model": path},
+    }[form]
+    assert drafter_elements(engine, folder) == {}
+    assert drafter_elements(engine, folder.parent) == {"F32": MIB}
+
+
+def test_a_model_that_drafts_for_itself_counts_twice(folder: Path) -> None:
+    engine = {"spec_method": "draft_model", "spec_model": str(folder)}
+    assert drafter_elements(engine, folder) == {"F32": MIB}
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {},
+        {"speculative_config": json.dumps({"method": "ngram"})},
+        {"speculative_config": json.dumps({"method": "mtp"})},
+        {"speculative_config": json.dumps({"method": 7, "model": ["mtp"]})},
+        {"speculative_config": json.dumps({"model": "org/drafter"})},
+        {"speculative_config": "no JSON"},
+        {"speculative_config": "[" * 100_000},
+        {"speculative_config": "7"},
+    ],
+)
+def test_nothing_else_counts(engine: dict[str, str]) -> None:
+    assert drafter_elements(engine) == {}
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="no weights"):
+        drafter_elements({"spec_model": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("config", "degrees"),
+    [
+        (HEADS, [2, 4]),
+        ({"text_config": HEADS, "num_attention_heads": 7}, [2, 4]),
+        ({"n_head": 12, "n_embd": 768}, [2, 3, 4, 6]),
+        ({"num_attention_heads": 71, "num_kv_heads": 1}, []),
+        (HEADS | {"moe_intermediate_size": 6}, [2]),
+        (HEADS | {"kv_lora_rank": 512, "num_key_value_heads": 5}, [2, 3, 4, 6]),
+        ({"num_attention_heads": [4, 8], "n_layers": 4, "intermediate_size": True}, [*range(2, 9)]),
+        ({}, [*range(2, 9)]),
+    ],
+)
+def test_degrees_that_divide(config: dict[str, Any], degrees: list[int]) -> None:
+    found = [one for one in range(2, 9) if not why_checkpoint_undivided(config, one)]
+    assert found == degrees
+    assert not why_checkpoint_undivided(config, 1)

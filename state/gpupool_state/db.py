@@ -14,14 +14,8 @@ import os
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    contextmanager,
-    suppress,
-)
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -133,12 +127,9 @@ async def pending(
 
 
 async def migrate(
-    writer: Writer,
-    path: Path,
-    migrations: Sequence[SchemaMigration] = MIGRATIONS,
-    traces: Sequence[str] = (),
-) -> tuple[SchemaMigration, ...]:
-    """Update the database at ``path``; return the applied steps.
+    db: Database, migrations: Sequence[SchemaMigration], traces: Sequence[str]
+) -> None:
+    """Update the schema of a database.
 
     A step and the row that records the step are one transaction, so a failed step leaves the
     database unchanged and is repeated by the next call. An older database is first copied to
@@ -151,16 +142,15 @@ async def migrate(
             schema in spite of ``traces``.
         Failed: a step or the backup failed.
     """
-    done = await applied(writer)
-    if traces and not done and not await _tables(writer) - {"schema_migrations"}:
-        raise emptied(path, traces)
-    await _check_known(writer, path, done, migrations)
-    todo = await pending(writer, migrations)
+    done = await applied(db)
+    if traces and not done and not await _tables(db) - {"schema_migrations"}:
+        raise emptied(db.path, traces)
+    await _check_known(db, db.path, done, migrations)
+    todo = await pending(db, migrations)
     if done and todo:
-        await _back_up(writer, path, done[-1].number)
+        await _back_up(db, done[-1].number)
     for step in todo:
-        await _apply(writer, path, step)
-    return todo
+        await _apply(db, step)
 
 
 async def _tables(source: Source) -> set[str]:
@@ -212,12 +202,12 @@ def _newer_schema(path: Path, newest: AppliedMigration, newest_known: int) -> Re
     )
 
 
-async def _back_up(writer: Writer, path: Path, number: int) -> None:
-    target = path.with_name(f"{path.name}.bak-{number}")
+async def _back_up(db: Database, number: int) -> None:
+    target = db.path.with_name(f"{db.path.name}.bak-{number}")
     unfinished = target.with_name(f"{target.name}.part")
     try:
         unfinished.unlink(missing_ok=True)
-        await writer.copy_to(unfinished)
+        await db.copy_to(unfinished)
         replace_durably(unfinished, target)
     except (OSError, Failed) as error:
         raise Failed(
@@ -226,36 +216,36 @@ async def _back_up(writer: Writer, path: Path, number: int) -> None:
         ) from error
 
 
-async def _apply(writer: Writer, path: Path, step: SchemaMigration) -> None:
+async def _apply(db: Database, step: SchemaMigration) -> None:
     try:
-        async with writer.transaction() as tx:
+        async with db.write() as tx:
             await tx.execute(_BOOKKEEPING)
             for statement in step.statements:
                 await tx.execute(statement)
-            await tx.execute(
-                "INSERT INTO schema_migrations (number, name, applied_at, gpupool_version) "
-                "VALUES (?, ?, ?, ?)",
-                (step.number, step.name, time.time(), __version__),
-            )
+            note = AppliedMigration(step.number, step.name, time.time(), __version__)
+            await tx.insert("schema_migrations", asdict(note))
     except (sqlite3.Error, Failed) as error:
-        detail = explain(error, path) or error if isinstance(error, sqlite3.Error) else error
+        detail = explain(error, db.path) or error if isinstance(error, sqlite3.Error) else error
         raise Failed(
-            f"schema step {step.number} ({step.name}) of {path} failed: {detail}",
+            f"schema step {step.number} ({step.name}) of {db.path} failed: {detail}",
             "the database was not changed by the step; repair the cause and start again",
         ) from error
 
 
 class Database:
-    """An open state database, returned by ``await Database.open(path)``."""
+    """An open state database, returned by ``await Database.open(path)``.
 
-    def __init__(
-        self, path: Path, writer: Writer, reader: aiosqlite.Connection, stack: AsyncExitStack
-    ) -> None:
+    Runs one write transaction at a time, in order of request.
+    """
+
+    def __init__(self, path: Path, connection: aiosqlite.Connection) -> None:
         self.path = path
-        self._writer = writer
-        self._reader = reader
-        self._stack = stack
+        self._connection = connection
+        self._reader = connection  # until the schema is this program's
+        self._turn = asyncio.Lock()
+        self._owner: asyncio.Task[Any] | None = None
         self._closed = False
+        self._durable: bool | None = None  # not set yet
 
     @classmethod
     async def open(
@@ -276,25 +266,53 @@ class Database:
             Refused: the schema is newer than this program, or not gpupool's; or the database is
                 empty in a folder with traces of an earlier one.
         """
-        async with AsyncExitStack() as stack:
-            with explained(path):
-                _make_file(path)
-                traces = traces_of(path)  # before SQLite removes a write-ahead log
-                if traces and not path.stat().st_size:
-                    raise emptied(path, traces)
-                connection = await _connect(path, busy_timeout_s)
-                writer = Writer(connection, path)
-                stack.push_async_callback(writer.close)
-                await _prepare(connection, path)
-                await migrate(writer, path, migrations, traces)
-                reader = await _connect(path, busy_timeout_s)
-                stack.push_async_callback(reader.close)
-                await reader.execute_fetchall("PRAGMA query_only = ON")
-            return cls(path, writer, reader, stack.pop_all())
+        with explained(path):
+            _make_file(path)
+            traces = traces_of(path)  # before SQLite removes a write-ahead log
+            if traces and not path.stat().st_size:
+                raise emptied(path, traces)
+            db = cls(path, await _connect(path, busy_timeout_s))
+            try:
+                await _prepare(db._connection, path)
+                await migrate(db, migrations, traces)
+                db._reader = await _connect(path, busy_timeout_s)
+                await db._reader.execute_fetchall("PRAGMA query_only = ON")
+            except BaseException:
+                await db.close()
+                raise
+        return db
 
-    def write(self, *, durable: bool = True) -> AbstractAsyncContextManager[Transaction]:
-        """Begin a write transaction, after any present transaction; see ``Writer.transaction``."""
-        return self._writer.transaction(durable=durable)
+    @asynccontextmanager
+    async def write(self, *, durable: bool = True) -> AsyncIterator[Transaction]:
+        """Begin a write transaction, committed at the end of the block, rolled back on errors.
+
+        A committed change survives a kill of the process and, if ``durable``, a power failure. A
+        cancellation during the commit is delivered after the commit.
+
+        Raises:
+            Failed: the disk is full, or the database is locked, read-only, damaged or closed.
+            RuntimeError: the same task has a transaction open.
+        """
+        if self._owner is not None and self._owner is asyncio.current_task():
+            raise RuntimeError("a write transaction was opened inside another")
+        async with self._turn:
+            if self._closed:
+                raise Failed(f"the state database {self.path} is closed")
+            self._owner = asyncio.current_task()
+            transaction = Transaction(self._connection)
+            try:
+                with explained(self.path):
+                    await self._begin(durable)
+                    yield transaction
+                    await to_the_end(self._commit())
+            except BaseException:
+                # Without effect if the commit succeeded or SQLite has rolled back.
+                with suppress(sqlite3.Error):
+                    await to_the_end(self._connection.rollback())
+                raise
+            finally:
+                transaction.end()
+                self._owner = None
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """Return all rows of a query, with the changes of all transactions committed before.
@@ -312,10 +330,22 @@ class Database:
         rows = await self.fetch_all(sql, values)
         return rows[0] if rows else None
 
+    async def copy_to(self, target: Path) -> None:
+        """Write a consistent, compacted copy of the database; ``target`` must not exist.
+
+        Raises:
+            Failed: the disk is full or the folder cannot be written.
+        """
+        await self.fetch_all("VACUUM INTO ?", (str(target),))
+
     async def close(self) -> None:
         """Wait for the present transaction and close; repeated calls have no effect."""
-        self._closed = True
-        await self._stack.aclose()
+        async with self._turn:
+            if not self._closed:
+                self._closed = True
+                if self._reader is not self._connection:
+                    await self._reader.close()
+                await self._connection.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -327,6 +357,22 @@ class Database:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    async def _begin(self, durable: bool) -> None:
+        if durable != self._durable:  # SQLite cannot change the level within a transaction
+            level = "FULL" if durable else "NORMAL"
+            await self._connection.execute_fetchall(f"PRAGMA synchronous = {level}")
+            self._durable = durable
+        # IMMEDIATE takes the write lock now, so that a lock of another program fails the
+        # transaction before any work is done.
+        async with self._connection.execute("BEGIN IMMEDIATE"):
+            pass
+
+    async def _commit(self) -> None:
+        # Not connection.commit(), which raises no error if SQLite has rolled the transaction back,
+        # as happens on some disk errors.
+        async with self._connection.execute("COMMIT"):
+            pass
 
 
 def _make_file(path: Path) -> None:
@@ -375,7 +421,7 @@ async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
 
 
 class Source(Protocol):
-    """A source of rows: a transaction, the writer or the database."""
+    """A source of rows: a transaction or the database."""
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """Return all rows of a query."""
@@ -433,86 +479,6 @@ class Transaction:
     def _check_open(self) -> None:
         if not self._open:
             raise RuntimeError("this write transaction has ended")
-
-
-class Writer:
-    """The owner of the write connection; runs one transaction at a time, in order of request."""
-
-    def __init__(self, connection: aiosqlite.Connection, path: Path) -> None:
-        self._connection = connection
-        self._path = path
-        self._turn = asyncio.Lock()
-        self._owner: asyncio.Task[Any] | None = None
-        self._closed = False
-        self._durable: bool | None = None  # not set yet
-
-    @asynccontextmanager
-    async def transaction(self, *, durable: bool = True) -> AsyncIterator[Transaction]:
-        """Begin a write transaction, committed at the end of the block, rolled back on errors.
-
-        A committed change survives a kill of the process and, if ``durable``, a power failure. A
-        cancellation during the commit is delivered after the commit.
-
-        Raises:
-            Failed: the disk is full, or the database is locked, read-only, damaged or closed.
-            RuntimeError: the same task has a transaction open.
-        """
-        if self._owner is not None and self._owner is asyncio.current_task():
-            raise RuntimeError("a write transaction was opened inside another")
-        async with self._turn:
-            if self._closed:
-                raise Failed(f"the state database {self._path} is closed")
-            self._owner = asyncio.current_task()
-            transaction = Transaction(self._connection)
-            try:
-                with explained(self._path):
-                    await self._begin(durable)
-                    yield transaction
-                    await to_the_end(self._commit())
-            except BaseException:
-                # Without effect if the commit succeeded or SQLite has rolled back.
-                with suppress(sqlite3.Error):
-                    await to_the_end(self._connection.rollback())
-                raise
-            finally:
-                transaction.end()
-                self._owner = None
-
-    async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """Return all rows of a query outside of transactions; to be used only at the start."""
-        with explained(self._path):
-            return list(await self._connection.execute_fetchall(sql, values))
-
-    async def copy_to(self, target: Path) -> None:
-        """Write a consistent, compacted copy of the database; ``target`` must not exist.
-
-        Raises:
-            Failed: the disk is full or the folder cannot be written.
-        """
-        await self.fetch_all("VACUUM INTO ?", (str(target),))
-
-    async def close(self) -> None:
-        """Wait for the transaction under way, then close the connection."""
-        async with self._turn:
-            if not self._closed:
-                self._closed = True
-                await self._connection.close()
-
-    async def _begin(self, durable: bool) -> None:
-        if durable != self._durable:  # SQLite cannot change the level within a transaction
-            level = "FULL" if durable else "NORMAL"
-            await self._connection.execute_fetchall(f"PRAGMA synchronous = {level}")
-            self._durable = durable
-        # IMMEDIATE takes the write lock now, so that a lock of another program fails the
-        # transaction before any work is done.
-        async with self._connection.execute("BEGIN IMMEDIATE"):
-            pass
-
-    async def _commit(self) -> None:
-        # Not connection.commit(), which raises no error if SQLite has rolled the transaction back,
-        # as happens on some disk errors.
-        async with self._connection.execute("COMMIT"):
-            pass
 
 
 def storable(text: str) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gpupool_state import DATABASE_NAME, Database, History, MinuteRow, Registry, db as migrations
-from gpupool_state.db import MIGRATIONS, SchemaMigration, Writer
+from gpupool_state.db import MIGRATIONS, SchemaMigration
 from gpupoold.domain import ModelName, ModelSpec, ModelState
 
 # A database is used for so many kills: then it would take longer to check than to write.
@@ -213,7 +213,7 @@ def kill_during_upgrade(folder: Path, num_kills: int, rng: random.Random) -> dic
 
 
 def _upgrade(path: Path, pipe: int) -> None:
-    _tell_before(Writer, "copy_to", pipe, b"b")
+    _tell_before(Database, "copy_to", pipe, b"b")
     _tell_before(migrations, "_apply", pipe, b"s")
     asyncio.run(_open(path))
     os.write(pipe, b"d")

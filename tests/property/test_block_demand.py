@@ -179,7 +179,7 @@ class Engine:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 1 << 32), is_async=st.booleans(), num_drafted=st.sampled_from([0, 0, 3]))
 def test_steps_are_those_with_all_blocks(
     tiny_models: dict[str, Path], kind: str, seed: int, is_async: bool, num_drafted: int
@@ -208,7 +208,7 @@ def test_steps_are_those_with_all_blocks(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["full", "sliding and full", "aligned state and full"])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 1 << 32), is_async=st.booleans())
 def test_requests_with_common_prefixes_end(
     tiny_models: dict[str, Path], kind: str, seed: int, is_async: bool

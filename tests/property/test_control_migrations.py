@@ -149,5 +149,5 @@ class MigrationsMachine(RuleBasedStateMachine):
         return self.box.workers[which % len(self.box.workers)]
 
 
-MigrationsMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=60)
+MigrationsMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60)
 TestMigrations = MigrationsMachine.TestCase

@@ -35,7 +35,7 @@ from tests.unit.memory.rig import (
 )
 
 STEPS = 50
-OPERATIONS = int(os.environ.get("GPUPOOL_MEMORY_OPERATIONS", "10000"))
+OPERATIONS = int(os.environ.get("GPUPOOL_MEMORY_OPERATIONS", "5000"))
 WHICH = st.integers(0, 1_000)  # an index into whatever there is at that moment
 
 

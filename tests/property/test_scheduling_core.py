@@ -209,7 +209,7 @@ def test_core(policy: str, has_little_kv: bool) -> None:
     members = {"policy": policy} | ({"sizes": sizes} if has_little_kv else {})
     machine = type(f"CoreMachine_{policy}", (CoreMachine,), members)
     limits = settings(
-        max_examples=40 if has_little_kv else 60,
+        max_examples=25 if has_little_kv else 40,
         stateful_step_count=40,
         phases=[Phase.generate, Phase.shrink],
         report_multiple_bugs=False,

@@ -72,7 +72,7 @@ def test_requests_wait_for_kv_room_and_are_all_served(policy: str) -> None:
     box = models("abc", weight_gb=10, kv_bytes_per_token=1_000_000)
     requests = [
         request("abc"[n % 3], n / 10, request_id=f"r{n}", prompt_tokens=500, output_tokens=100)
-        for n in range(60)
+        for n in range(36)
     ]
     num_sent = {}
     for kv_host_bytes in (0, None):
@@ -199,7 +199,7 @@ ROLES = [
 @every_policy
 def test_roles_cost_no_request_a_token(policy: str, roles: tuple[Role, ...]) -> None:
     box = models("abcd", weight_gb=10 if policy == "static" else 20)
-    requests = poisson_workload(equal_rates(list(box), 0.5), 40.0, sharegpt_lengths(), seed=3)
+    requests = poisson_workload(equal_rates(list(box), 0.5), 20.0, sharegpt_lengths(), seed=3)
     simulation = Simulation(box, make_policy(policy), [BoxDevice(80 * GB)] * 3, roles=roles)
     watched = Watched(simulation.core)
     simulation.core = watched  # type: ignore[assignment]

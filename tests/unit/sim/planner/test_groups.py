@@ -30,7 +30,7 @@ def planned(name: str, shape_name: str) -> PlannedModel:
 
 def question(devices: str, rps: float = 0.1, **shapes: str) -> GroupQuestion:
     models = tuple(planned(name, shape) for name, shape in shapes.items())
-    load = poisson_load(dict.fromkeys(shapes, rps), 60.0)
+    load = poisson_load(dict.fromkeys(shapes, rps), 30.0)
     return GroupQuestion(parse_box(devices), load, models, 0.99)
 
 
@@ -122,7 +122,7 @@ def test_a_box_of_unlike_groups_runs_each_model_where_it_can() -> None:
 
 def test_unlike_groups_miss_targets_as_equal_ones_do() -> None:
     asked = question("5xH800", big="Qwen-72B", small="Qwen2.5-7B")
-    asked = replace(asked, load=poisson_load({"big": 1.5}, 60.0))
+    asked = replace(asked, load=poisson_load({"big": 1.5}, 40.0))
     box = asked.box.split((4, 1))
     placed = place(asked.models, box)
     alone = place(asked.models, parse_box("1x4xH800"))

@@ -10,16 +10,19 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpupoold.api.schemas import (
     AdditionInfo,
@@ -59,7 +62,7 @@ _WEIGHT_BYTES = 15 * 1024**3
 class ServerThread:
     """uvicorn in a thread, on a unix socket or on a free TCP port; a context manager."""
 
-    def __init__(self, app: FastAPI, uds: Path | None = None) -> None:
+    def __init__(self, app: ASGIApp, uds: Path | None = None) -> None:
         config = uvicorn.Config(
             app,
             uds=None if uds is None else str(uds),
@@ -79,12 +82,8 @@ class ServerThread:
         return port
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        give_up_at = time.monotonic() + 10
-        while not self._server.started:
-            if not self._thread.is_alive() or time.monotonic() > give_up_at:
-                raise RuntimeError("the server did not start")
-            time.sleep(POLL_S)
+        self.start()
+        self.wait_started()
         return self
 
     def __exit__(
@@ -93,8 +92,23 @@ class ServerThread:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._server.should_exit = True
+        self.end()
         self._thread.join(10)
+
+    def start(self) -> None:
+        """Start without a wait for the listening sockets."""
+        self._thread.start()
+
+    def wait_started(self) -> None:
+        give_up_at = time.monotonic() + 10
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > give_up_at:
+                raise RuntimeError("the server did not start")
+            time.sleep(POLL_S)
+
+    def end(self) -> None:
+        """End soon; leaving the context waits."""
+        self._server.should_exit = True
 
 
 class FakeDaemon:
@@ -141,12 +155,15 @@ class FakeDaemon:
         self.chat_chunks: list[str] = samples.chat_chunks("Hello", ", wörld", "!")
         self.chat_status = 200
         self.chat_pause_s = 0.0
-        self._admin = ServerThread(admin_app(self), socket_path)
-        self._http = ServerThread(http_app(self))
+        admin, http = _apps()
+        self._admin = ServerThread(_Serving(admin, self), socket_path)
+        self._http = ServerThread(_Serving(http, self))
 
     def __enter__(self) -> Self:
-        self._http.__enter__()
-        self._admin.__enter__()
+        self._http.start()
+        self._admin.start()
+        self._http.wait_started()
+        self._admin.wait_started()
         return self
 
     def __exit__(
@@ -155,6 +172,7 @@ class FakeDaemon:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._http.end()
         self._admin.__exit__(kind, error, traceback)
         self._http.__exit__(kind, error, traceback)
 
@@ -207,7 +225,35 @@ class FakeDaemon:
         raise NoSuchModel(f"no model {name!r}", "see `gpupool list`")
 
 
-def admin_app(daemon: FakeDaemon) -> FastAPI:
+_serving: ContextVar[FakeDaemon] = ContextVar("serving")
+
+
+class _Current:
+    """The daemon that is asked."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_serving.get(), name)
+
+
+class _Serving:
+    """An application that knows the daemon that is asked."""
+
+    def __init__(self, app: FastAPI, daemon: FakeDaemon) -> None:
+        self._app, self._daemon = app, daemon
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _serving.set(self._daemon)
+        await self._app(scope, receive, send)
+
+
+@cache
+def _apps() -> tuple[FastAPI, FastAPI]:
+    """The applications of all daemons: 60 ms of a core are in their routes."""
+    current = cast("FakeDaemon", _Current())
+    return _admin_app(current), _http_app(current)
+
+
+def _admin_app(daemon: FakeDaemon) -> FastAPI:
     """The admin contract over ``daemon``'s memory."""
     app = FastAPI()
     app.add_exception_handler(GpupoolError, _on_error)
@@ -219,7 +265,7 @@ def admin_app(daemon: FakeDaemon) -> FastAPI:
     return app
 
 
-def http_app(daemon: FakeDaemon) -> FastAPI:
+def _http_app(daemon: FakeDaemon) -> FastAPI:
     """An OpenAI-like chat endpoint that streams ``daemon.chat_chunks``."""
     app = FastAPI()
 

@@ -306,7 +306,7 @@ class ControlPlane(ControlParts):
         """Send the rules of access before the models: a frontend without rules refuses requests."""
         self.keyring.publish()
         self.membership.publish()
-        await self.lifecycle.mounts.mount_all(frontend)
+        await self.lifecycle.frontend_up(frontend)
 
     async def _frontend_down(self, frontend: Frontend, death: Death) -> None:
         """Cancel the requests of an ended frontend."""

@@ -178,10 +178,13 @@ class Fleet:
     # Changes of users, and the steps and additions that must end before.
 
     @contextlib.asynccontextmanager
-    async def alone(self, model: str) -> AsyncIterator[None]:
-        """Change a model for a user: one change at a time, and no step meanwhile."""
+    async def alone(self, model: str, *, beside_steps: bool = False) -> AsyncIterator[None]:
+        """Change a model for a user: one change at a time, and no step meanwhile.
+
+        Steps and additions under way end before, unless the change may be made ``beside_steps``.
+        """
         async with self._locks[model]:
-            while work := self._work[model]:
+            while (work := self._work[model]) and not beside_steps:
                 await asyncio.wait(work)
             try:
                 yield
@@ -375,13 +378,6 @@ class Fleet:
         if record.life.phase in phases:
             record.life.move(ModelEvent.LOAD)
         self._follow_facts(record)
-
-    def mounted(self, model: str) -> None:
-        """Record that one more frontend has mounted the API of a loaded model."""
-        record = self._records.get(model)
-        if record is not None:
-            record.is_mounted = True
-            self._follow_facts(record)
 
     def unmounted(self, model: str) -> None:
         """Record that the model must be loaded and mounted again before requests can be served."""

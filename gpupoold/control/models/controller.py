@@ -258,10 +258,9 @@ class ModelController(ModelPart):
         await asyncio.gather(*self._tasks, *steps, return_exceptions=True)
 
     def wanted(self, model: str) -> None:
-        """Bring the weights at once, also after a failure."""
-        waits = self._lanes[model].waits
-        for key in [one for one in waits if not one.startswith(StepKind.LOAD)]:
-            del waits[key]
+        """Bring the weights at once, also after a failure; loads and replacements wait further."""
+        lane, kept = self._lanes[model], (StepKind.LOAD, StepKind.REPLACE)
+        lane.waits = {key: wait for key, wait in lane.waits.items() if key.startswith(kept)}
         self._fleet.wake(model)
 
     def began(self, model: str) -> None:
@@ -372,7 +371,7 @@ class ModelController(ModelPart):
             is_bringing = any(one.kind is StepKind.BRING for one in lane.steps)
             if is_open and now.phase is ModelPhase.READY and not is_bringing:
                 _resolve(lane.warm)
-        if not (lane.steps or decision.steps or decision.blocked):
+        if not (lane.steps or decision.steps or decision.blocked or self._fleet.is_held(name)):
             _resolve(lane.settled)
 
     def _state(self, row: ModelRow, lane: _Lane, now_s: float) -> ModelView:
@@ -559,13 +558,9 @@ class ModelController(ModelPart):
     def _raise(self, lane: _Lane, error: GpupoolError, step: ModelStep | None = None) -> None:
         """Tell the clients that wait of a failure, perhaps of a step."""
         lane.note(error)
-        kind = None if step is None else step.kind
         own = {StepKind.REPLACE: (lane.replaced,), StepKind.REMOVE: (lane.removed,)}
-        for waiters in lane.clients if kind is None else own.get(kind, lane.clients):
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_exception(error)
-            waiters.clear()
+        for waiters in lane.clients if step is None else own.get(step.kind, lane.clients):
+            _resolve(waiters, error)
 
     def _note_loaded(self, number: int) -> None:
         """Record that a new worker has loaded the models of its start, if no load is due."""
@@ -595,8 +590,10 @@ class ModelController(ModelPart):
         task.add_done_callback(self._tasks.discard)
 
 
-def _resolve(waiters: list[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
+def _resolve(waiters: list[asyncio.Future[None]], error: GpupoolError | None = None) -> None:
+    for waiter in (one for one in waiters if not one.done()):
+        if error is None:
             waiter.set_result(None)
+        else:
+            waiter.set_exception(error)
     waiters.clear()

@@ -72,7 +72,7 @@ class Presets(ModelPart):
         await check_names_free(self._registry, (preset.name,))
         spec = (await find_model(self._registry, request.base)).spec
         await self._inspector.check(replace(spec, presets=(preset,)))
-        async with self._fleet.alone(spec.name):
+        async with self._fleet.alone(spec.name, beside_steps=True):
             row = await self._registry.add_further(spec.name, preset)
             try:
                 await self._mounts.remount(row.spec)
@@ -89,7 +89,7 @@ class Presets(ModelPart):
             NoSuchModel: no preset has this name.
         """
         model = (await find_model(self._registry, name)).spec.name
-        async with self._fleet.alone(model):
+        async with self._fleet.alone(model, beside_steps=True):
             spec = (await find_model(self._registry, name)).spec
             if not isinstance(spec.further_named(name), Preset):
                 raise NoSuchModel(f"no preset is named {name!r}", "see `gpupool list`")

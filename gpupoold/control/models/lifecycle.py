@@ -14,7 +14,7 @@ from gpupoold.api.schemas_models import (
     Progress,
     SetModelRequest,
 )
-from gpupoold.control.frontends import Frontends
+from gpupoold.control.frontends import Frontend, Frontends
 from gpupoold.control.live_requests import RequestListener
 from gpupoold.control.models.additions import Additions, OngoingAdditions
 from gpupoold.control.models.controller import ModelController
@@ -66,8 +66,8 @@ class ModelLifecycle(ModelPart, RequestListener):
 
     The dispatcher reports what models need for their requests.
 
-    ``mounts``, ``controller.worker_up`` and ``worker_down`` handle starts and ends of processes;
-    ``controller.check`` is to be called every second.
+    ``frontend_up``, ``controller.worker_up`` and ``worker_down`` handle starts and ends of
+    processes; ``controller.check`` is to be called every second.
     """
 
     def __init__(
@@ -130,6 +130,13 @@ class ModelLifecycle(ModelPart, RequestListener):
     def acquitted(self, model: str) -> None:
         self._failures.acquitted(model)
 
+    async def frontend_up(self, frontend: Frontend) -> None:
+        """Let a new frontend mount all models; other models are opened without further delay."""
+        await self.mounts.mount_all(frontend)
+        for name in self._fleet.names():
+            if not self._fleet.is_open(name):
+                self.controller.wanted(name)
+
     async def worker_down(self, worker: Worker, death: Death) -> None:
         """Attribute the end of a worker, and requeue the requests there."""
         self._failures.worker_down(worker, death)
@@ -166,7 +173,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         """
         spec = (await self.find(name)).spec
         check_own_model(spec, name, "options")
-        async with self._fleet.alone(spec.name):
+        async with self._fleet.alone(spec.name, beside_steps=not request.engine):
             old = (await self.find(spec.name)).spec
             engine = merged_options(old.engine, request.engine)
             if engine != old.engine:
@@ -182,8 +189,8 @@ class ModelLifecycle(ModelPart, RequestListener):
                 pace=request.pace,
             )
             self._dispatcher.changed(row.spec)
-            if row.spec.aliases != old.aliases and self._fleet.loaded(old.name) is not None:
-                await self.mounts.mount(row.spec)
+            if row.spec.aliases != old.aliases:
+                await self.mounts.mount(old.name)
             await self.mounts.publish()
             text = "options changed" if request.engine else "targets, pace or aliases changed"
             self._history.record_event("info", "model_changed", old.name, text)
@@ -287,8 +294,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         await self.controller.replace(name, new.engine)
         # Not before: after a power loss the model would have options that no engine has taken.
         self._fleet.changed((await self._registry.set_engine(name, new.engine)).spec)
-        if self._fleet.loaded(name) is not None:
-            await self.mounts.mount(new)
+        await self.mounts.mount(name)
 
     async def _have_same_engine(self, old: ModelSpec, new: ModelSpec) -> bool:
         """Return whether the options that differ concern only the API.

@@ -11,7 +11,7 @@ from gpupool_state import ModelRow
 from gpupoold.control.frontends import Frontend, Frontends, NotMounted
 from gpupoold.control.models.descriptions import to_load
 from gpupoold.control.models.inspection import Inspector
-from gpupoold.control.models.parts import ControlParts, ModelPart
+from gpupoold.control.models.parts import ControlParts, ModelPart, find_model
 from gpupoold.domain import ModelSpec, ModelState
 from gpupoold.errors import GpupoolError
 from gpupoold.wire import messages as m
@@ -62,11 +62,10 @@ class ModelMounts(ModelPart):
             GpupoolError: the frontends' reason; the list is not published.
         """
         self._fleet.changed(spec)
-        if self._fleet.loaded(spec.name) is not None:
-            await self.mount(spec)
+        await self.mount(spec.name)
         await self.publish()
 
-    async def open(self, spec: ModelSpec) -> None:
+    async def open(self, name: str) -> None:
         """Open a loaded model for requests.
 
         The frontends get the state first, and the answer to the mount confirms the state: a client
@@ -76,34 +75,43 @@ class ModelMounts(ModelPart):
             GpupoolError: the frontends' reason, or the model is in quarantine.
         """
         async with self._in_turn:
-            if self._fleet.breakers.close(spec.name, time.monotonic()):
-                text = "loaded, and ready again"
-                self._history.record_event("info", "model_recovered", spec.name, text)
-            self._opening.add(spec.name)
+            if self._fleet.breakers.close(name, time.monotonic()):
+                self._history.record_event(
+                    "info", "model_recovered", name, "loaded, and ready again"
+                )
+            self._opening.add(name)
             try:
                 await self.publish()
-                await self.mount(spec)
-                self._fleet.check_quarantine(spec.name)  # the model may have crashed a worker
-                self._fleet.opened(spec.name)
+                await self._mount(name)
+                self._fleet.check_quarantine(name)  # the model may have crashed a worker
+                self._fleet.opened(name)
             finally:
-                self._opening.discard(spec.name)
-            await self._registry.set_state(spec.name, ModelState.READY)
+                self._opening.discard(name)
+            await self._registry.set_state(name, ModelState.READY)
 
-    async def mount(self, spec: ModelSpec) -> None:
-        """Mount or remount the API of a loaded model on all frontends.
+    async def mount(self, name: str) -> None:
+        """Mount or remount the API of a model, if loaded, on all frontends.
 
         Raises:
             GpupoolError: the frontends' reason, or that of a check of the chat template.
         """
+        if self._fleet.loaded(name) is not None:
+            async with self._in_turn:
+                await self._mount(name)
+
+    async def _mount(self, name: str) -> None:
+        """Mount a model as registered now: an earlier description must not be mounted later."""
+        spec = (await find_model(self._registry, name)).spec
         await self._inspector.check_chat(spec)
-        loaded = self._fleet.loaded(spec.name)
-        assert loaded is not None
+        loaded = self._fleet.loaded(name)
+        if loaded is None:
+            return  # withdrawn meanwhile
         try:
             await self._frontends.serve(to_load(spec, self._settings), loaded)
         except NotMounted:
-            self._stuck.add(spec.name)
+            self._stuck.add(name)
             raise
-        self._stuck.discard(spec.name)
+        self._stuck.discard(name)
 
     async def mount_all(self, frontend: Frontend) -> None:
         """Mount every loaded model on a new frontend."""
@@ -120,8 +128,6 @@ class ModelMounts(ModelPart):
                 if isinstance(error, NotMounted):
                     self._stuck.add(name)
                 self._history.record_event("error", "model_not_mounted", name, str(error))
-            else:
-                self._fleet.mounted(name)
         await self.publish()
 
     def unmount(self, model: str) -> None:

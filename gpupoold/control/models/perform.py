@@ -77,11 +77,11 @@ class Performer(ModelPart):
             case StepKind.LOAD:
                 await self._load(row, step, expected_bytes)
             case StepKind.OPEN:
-                await self._mounts.open(row.spec)
+                await self._mounts.open(row.spec.name)
             case StepKind.BRING:
                 await self._warm(row, lambda: self._bring(row, step.number))
             case StepKind.REPLACE:
-                await self._replace(row, self._supervisor.workers[step.number])
+                await self._replace(row, self._supervisor.workers[step.number], step.reason)
             case StepKind.RENEW:
                 await self._warm(row, lambda: self._renew(row))
             case StepKind.LEAVE:
@@ -181,7 +181,10 @@ class Performer(ModelPart):
         costs = await self._costs(spec.name, worker)
         if not self._has(worker, spec):
             raise WorkerEnded(f"worker {worker.number} ended", "see `gpupool logs`")
-        self._dispatcher.host(spec.targets, loaded.model, costs, worker)
+        targets = self._fleet.targets(spec.name)
+        if targets != spec.targets:  # changed since the order
+            worker.send(m.SetTargets(spec.name, targets.ttft_s, targets.tbt_s))
+        self._dispatcher.host(targets, loaded.model, costs, worker)
 
     async def _profiling_budget_s(self, name: str, worker: Worker) -> float:
         """Return the time for profiling: models are profiled once per kind of device."""
@@ -262,7 +265,7 @@ class Performer(ModelPart):
             self._dispatcher.unhost(spec.name, worker)
             raise
 
-    async def _replace(self, row: ModelRow, worker: Worker) -> None:
+    async def _replace(self, row: ModelRow, worker: Worker, reason: HostingReason) -> None:
         """Build an engine with the model's options beside the present engine, which serves
         meanwhile.
 
@@ -275,7 +278,7 @@ class Performer(ModelPart):
         with self._snapshots.host_budget.holding(*self._fleet.needed_snapshots(name)):
             async with worker.load_lock:
                 # Both engines exist for a moment.
-                await self._room.make(name, worker, HostingReason.NEEDED, beside_itself=True)
+                await self._room.make(name, worker, reason, beside_itself=True)
                 host = self._fleet.hosts.of(name, worker.number)
                 present, host.options = host.options, None
                 try:
@@ -288,13 +291,10 @@ class Performer(ModelPart):
                     host.options = present
                     raise
             host.options = spec.engine
-            try:
-                if fd is not None:
-                    await self._snapshots.keep_changed(fd, spec, worker, loaded)
-                await self._keep_engine_bytes(name, worker, loaded)
-                await self._serve(spec, worker, loaded)
-            finally:
-                self._dispatcher.restart_dropped(worker, loaded.dropped)
+            if fd is not None:
+                await self._snapshots.keep_changed(fd, spec, worker, loaded)
+            await self._keep_engine_bytes(name, worker, loaded)
+            await self._serve(spec, worker, loaded)
 
     async def _warm(self, row: ModelRow, work: Callable[[], Awaitable[None]]) -> None:
         """Do ``work`` on the model's snapshots, which stay meanwhile."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum, auto
 
 from gpupoold.control.fleet.states import HostPhase, ModelPhase
@@ -62,8 +62,8 @@ class Cause(StrEnum):
 class ModelStep:
     """A step of a model; ``number`` is the device, or the degree of BRING, REST and FAIL.
 
-    ``reason`` is that of LOAD, and ``cause`` that of FAIL. No other step of the model but OPEN runs
-    beside a step that ``is_alone``.
+    ``reason`` is that of LOAD and REPLACE, and ``cause`` that of FAIL. No other step of the model
+    but OPEN runs beside a step that ``is_alone``.
     """
 
     kind: StepKind
@@ -271,15 +271,22 @@ def _replacements(
     done = {hosts[one].degree for one in model.devices if not hosts[one].is_outdated}
     resting = [one for one in outdated if hosts[one].is_resting]
     firsts = [one for one in outdated if hosts[one].degree not in done]
-    steps = [ModelStep(_K.REPLACE, one) for one in outdated]
-    if resting or firsts:
-        kind = _K.LEAVE if resting else _K.REPLACE
-        steps = [ModelStep(kind, (*resting, *firsts)[0], is_alone=True)]
+    steps = [_replacement(model, one) for one in outdated]
+    if resting:
+        steps = [ModelStep(_K.LEAVE, resting[0], is_alone=True)]
+    elif firsts:
+        steps = [replace(_replacement(model, firsts[0]), is_alone=True)]
     due = [one for one in steps if now_s >= model.retry_at_s.get(one.key, 0.0)]
     if not (due or model.under_way.intersection(steps)):
         return None
     is_free = model.under_way <= {ModelStep(_K.OPEN), *(one for one in steps if not one.is_alone)}
     return tuple(one for one in due if is_free and one not in model.under_way)
+
+
+def _replacement(model: ModelView, number: int) -> ModelStep:
+    """Return the step; a try after a failure, which may be the model's own, evicts no engine."""
+    step = ModelStep(_K.REPLACE, number)
+    return replace(step, reason=HostingReason.SPARE) if step.key in model.retry_at_s else step
 
 
 def _opens(model: ModelView, now_s: float) -> tuple[ModelStep, ...]:

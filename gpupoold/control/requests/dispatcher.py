@@ -139,6 +139,8 @@ class Dispatcher:
                     self.shell.handle(e.Attached(request.request_id, num_tokens))
             case m.KvTransferUsed():
                 self.kv_peers.used(message.transfer_id)
+            case m.ModelLoaded():
+                self._restart_dropped(worker, message.dropped)
             case m.MemoryReport():
                 self.shell.handle(memory_changed(worker.number, message))
             case m.TurnReport():
@@ -252,20 +254,6 @@ class Dispatcher:
             is_live = self.live.get(request.request_id) is request
             if is_live and request.device == worker.number:
                 self._restart(request)
-
-    def restart_dropped(self, worker: Worker, request_ids: Iterable[str]) -> None:
-        """Send requests again whose engine on ``worker`` has been replaced.
-
-        Requests that are migrating from the worker continue on their target.
-        """
-        dropped = [
-            one
-            for one in self._known(request_ids)
-            if one.device == worker.number and not is_leaving(one)
-        ]
-        self.shell.handle(*cut_short(one.request_id for one in dropped))
-        for request in dropped:
-            self._restart(request)
 
     def go_on(self, name: str) -> None:
         """Schedule the waiting requests of a model that has become warm."""
@@ -445,6 +433,20 @@ class Dispatcher:
         request.device = None
         self.accounts.meters.model(request.model).resumed += 1
         self._schedule(request, is_warm=self._fleet.is_warm(request.model))
+
+    def _restart_dropped(self, worker: Worker, request_ids: Iterable[str]) -> None:
+        """Send requests again whose engine on ``worker`` has been replaced.
+
+        Requests that are migrating from the worker continue on their target.
+        """
+        dropped = [
+            one
+            for one in self._known(request_ids)
+            if one.device == worker.number and not is_leaving(one)
+        ]
+        self.shell.handle(*cut_short(one.request_id for one in dropped))
+        for request in dropped:
+            self._restart(request)
 
     def _try_suspects(self, now_s: float) -> None:
         """Start the next trial of a suspect unless a trial is under way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,9 @@ from gpupoold.system.process import as_words
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
+
+Load = asyncio.Future[tuple[m.ModelLoaded, int | None]]
+"""The answer to an order to load, with a descriptor of the snapshot; done if nobody waits."""
 
 
 class WorkerProcess(Supervised[m.FromWorker]):
@@ -158,11 +162,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
             case m.ModelLoaded():
                 self._note_loaded(message)
             case m.ModelFailed():
-                host = self._hosts.of(message.name, worker.number)
-                if host.phase is HostPhase.LOADING:
-                    host.note(HostEvent.FAIL)
-                error = error_from_code(message.error_code, message.message, message.hint)
-                worker.loading.reject(message.name, error)
+                self._note_failed(message)
             case m.ModelUnloaded():
                 self._hosts.freed(message.name, worker.number, message.freed.device_bytes)
                 worker.unloading.resolve(message.name, None)
@@ -201,28 +201,36 @@ class WorkerProcess(Supervised[m.FromWorker]):
         fd = self.take_fd() if message.has_snapshot else None
         host = self._hosts.of(name, worker.number)
         is_replaced = host.phase in (HostPhase.LOADED, HostPhase.ATTACHED)
-        if name in worker.loading and (is_replaced or host.phase is HostPhase.LOADING):
+        load = worker.answered_load(name)
+        if load is not None and (is_replaced or host.phase is HostPhase.LOADING):
             record = host.replaced if is_replaced else host.loaded
             self._hosts.loaded(name, worker.number)
             record(message.layout_digest, message.memory, has_snapshot=message.has_snapshot)
-            if fd is not None:
-                worker.snapshot_fds[name] = fd
-            worker.loading.resolve(name, message)
+            load.set_result((message, fd))
         elif fd is not None:
-            os.close(fd)  # the caller no longer waits, and unloads the model
+            os.close(fd)  # the caller no longer waits, and unloads the model or replaces the engine
+        if message.dropped:  # by the earlier engine, also if nobody waits for the new one
+            self._handlers.on_message(worker, message)
+
+    def _note_failed(self, message: m.ModelFailed) -> None:
+        load = self._worker.answered_load(message.name)
+        if load is not None:
+            host = self._hosts.of(message.name, self._worker.number)
+            if host.phase is HostPhase.LOADING:
+                host.note(HostEvent.FAIL)
+            load.set_exception(error_from_code(message.error_code, message.message, message.hint))
 
     def _forget(self, reason: str) -> None:
         super()._forget(reason)
         worker = self._worker
         ended = WorkerEnded(reason, "see `gpupool logs`")
-        worker.loading.reject_all(ended)
+        for load in (one for loads in worker.loads.values() for one in loads if not one.done()):
+            load.set_exception(ended)
+        worker.loads.clear()
         worker.taking.reject_all(ended)
         worker.calls.reject_all(ended)
         worker.unloading.resolve_all(None)
         worker.dropping.resolve_all(None)
-        for fd in worker.snapshot_fds.values():
-            os.close(fd)
-        worker.snapshot_fds.clear()
         self._hosts.lose_worker(worker.number)
         worker.status = None
 
@@ -329,12 +337,12 @@ class Worker:
     status: m.WorkerStatus | None = None
     reading: Reading = NO_READING
     """The driver's latest readings of the GPU."""
-    loading: Pending[str, m.ModelLoaded] = field(default_factory=Pending)
+    loads: defaultdict[str, deque[Load]] = field(default_factory=lambda: defaultdict(deque))
+    """The loads of each model that were ordered and not answered, which a worker does in order."""
     unloading: Pending[str, None] = field(default_factory=Pending)
     taking: Pending[str, str] = field(default_factory=Pending)
     dropping: Pending[str, None] = field(default_factory=Pending)
     calls: Calls[object] = field(default_factory=Calls)
-    snapshot_fds: dict[str, int] = field(default_factory=dict)
     kv_host_fd: int | None = None
     """Descriptor of the KV host cache of the latest process that came up, for other workers and for
     the next process."""
@@ -361,6 +369,11 @@ class Worker:
         return frozenset(
             held.model for held in models if held.weights_resident_bytes == held.weights_total_bytes
         )
+
+    def answered_load(self, name: str) -> Load | None:
+        """Return the load of a model that the worker has answered, None if nobody waits for it."""
+        load = self.loads[name].popleft() if self.loads[name] else None
+        return None if load is None or load.done() else load
 
     def take_fd(self) -> int:
         """Return the descriptor of the latest message, owned by the caller."""

@@ -17,7 +17,7 @@ from gpupoold.control.processes.supervised import (
     Timing,
 )
 from gpupoold.control.weights.cache import CachedSnapshot
-from gpupoold.control.workers.worker import Worker, WorkerIsDown, WorkerProcess
+from gpupoold.control.workers.worker import Load, Worker, WorkerIsDown, WorkerProcess
 from gpupoold.errors import Failed, TimedOut, Unavailable, no_such_device
 from gpupoold.wire import messages as m
 
@@ -186,13 +186,21 @@ class WorkerSupervisor:
             order = m.LoadModel(model, True, digest, profiling_budget_s, self_check, kv_identity)
             worker.send(order, (snapshot.fd,))
         limit_s = self._settings.limits.load_timeout_s
+        load: Load = asyncio.get_running_loop().create_future()
+        worker.loads[model.name].append(load)
         try:
-            loaded = await worker.loading.answer(model.name, limit_s)
-        except TimeoutError:
+            async with asyncio.timeout(limit_s):
+                return await load
+        except BaseException as error:
+            if load.done() and not load.cancelled() and load.exception() is None:
+                _, fd = load.result()  # came too late
+                if fd is not None:
+                    os.close(fd)
+            if not isinstance(error, TimeoutError):
+                raise
             raise TimedOut(
                 f"{model.name}: not loaded within {limit_s:g} s", "raise limits.load_timeout"
             ) from None
-        return loaded, worker.snapshot_fds.pop(model.name, None)
 
     def forget_prefixes(self, model: str) -> None:
         """Free the KV of a removed model's ended requests on all workers."""
@@ -212,8 +220,6 @@ class WorkerSupervisor:
         finally:
             if host.phase is HostPhase.UNLOADING:
                 host.note(HostEvent.UNLOADED)
-            if (fd := worker.snapshot_fds.pop(name, None)) is not None:
-                os.close(fd)
 
     async def give_snapshot(self, worker: Worker, name: str, snapshot: CachedSnapshot) -> None:
         """Attach a snapshot of the right layout to a model on a worker; return when attached.

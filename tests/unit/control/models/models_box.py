@@ -57,6 +57,7 @@ class PlayedWorker:
         self.activity = ActivityPage()
         self.activity.attach(os.dup(launch.fd_options["--activity-fd"]))
         self._box, self._number = box, number
+        self._unanswered: list[str] = []
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._serve())
 
@@ -99,6 +100,9 @@ class PlayedWorker:
                 self._load(message)
             case m.UnloadModel():
                 self._box.told.append(f"unload {message.name} on {self._number}")
+                if message.name in self._unanswered:
+                    self._unanswered.remove(message.name)
+                    self.channel.send(m.ModelFailed(message.name, "failed", "unloaded meanwhile"))
                 freed = m.EngineMemory(self._box.engine_bytes, 0)
                 self.channel.send(m.ModelUnloaded(message.name, freed))
             case m.DropSnapshot():
@@ -112,6 +116,8 @@ class PlayedWorker:
                 self._box.told.append(f"abort {message.request_ids[0]} on {self._number}")
             case m.AddRequest():
                 self._box.requests.setdefault(self._number, []).append(message.request_id)
+            case m.SetTargets():
+                self._box.targets[message.name, self._number] = message.ttft_s
             case m.Shutdown():
                 self.end(0)
 
@@ -126,7 +132,9 @@ class PlayedWorker:
             self.end(-signal.SIGSEGV)
         elif error is not None:
             self.channel.send(m.ModelFailed(name, error.code, error.message))
-        elif name not in self._box.slow:
+        elif name in self._box.slow:
+            self._unanswered.append(name)
+        else:
             dropped = self._box.requests.pop(self._number, [])
             layout = f"{LAYOUT}{self._box.degrees[self._number]}"
             assert order.layout_digest in ("", layout), "a snapshot of another degree"
@@ -170,6 +178,7 @@ class ServedModels:
         self.lists: list[m.ModelList] = []
         self.mounted: set[str] = set()
         self.num_mounts = Counter[str]()
+        self.aliases: dict[str, tuple[str, ...]] = {}
         self.may_mount = asyncio.Event()
         self.may_mount.set()
         self.error: GpupoolError | None = None
@@ -186,6 +195,7 @@ class ServedModels:
         self.num_mounts[model.name] += 1
         await self.may_mount.wait()
         self.mounted.add(model.name)
+        self.aliases[model.name] = model.aliases
 
     def states_of(self, model: str) -> list[str]:
         """What clients have seen of a model, one after another."""
@@ -216,6 +226,8 @@ class ModelsBox:
         self.errors: dict[str, GpupoolError] = {}
         self.requests: dict[int, list[str]] = {}
         """The requests in the engines of each worker."""
+        self.targets: dict[tuple[str, int], float] = {}
+        """The times to the first token that workers were told of, by model and worker."""
         self.take_problem = ""
         self.device_bytes = 1 << 30
         self.broken: set[int] = set()

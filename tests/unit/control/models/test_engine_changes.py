@@ -13,10 +13,12 @@ import pytest
 
 from gpupool_state import History, Registry
 from gpupoold.api.schemas_models import SetModelRequest
+from gpupoold.control.models.descriptions import to_load
 from gpupoold.control.models.lifecycle import merged_options
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import Failed, Unavailable, UsageError
+from gpupoold.scheduling.hosting import HostingReason
 from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, running
 
 
@@ -195,6 +197,62 @@ async def test_an_engine_that_nobody_waited_for_is_replaced(box: ModelsBox) -> N
         await changing
     await box.until(lambda: box.told == [f"attach a on {first}"] * 2)
     assert box.fleet.hosts.of("a", first).options == {}
+
+
+@pytest.mark.asyncio
+async def test_requests_of_a_replaced_engine_go_on_though_nobody_waits(box: ModelsBox) -> None:
+    box.ask("a", "r1")
+    await box.until(lambda: any(box.requests.values()))
+    [number] = box.requests
+    box.hold(number)
+    row = await box.registry.get("a")
+    assert row is not None
+    worker, room = box.supervisor.workers[number], HostingReason.NEEDED
+    replacing = asyncio.create_task(
+        box.lifecycle.controller._performer._replace(row, worker, room), name="replace"
+    )
+    await box.until(lambda: ("a", number) in box.waiting)
+    replacing.cancel()
+    box.release()
+    await box.until(lambda: box.dispatcher.accounts.meters.model("a").resumed == 1)
+    await box.until(lambda: any(box.requests.values()))
+
+
+@pytest.mark.asyncio
+async def test_a_load_that_was_given_up_does_not_answer_the_next(box: ModelsBox) -> None:
+    row = await box.registry.get("a")
+    assert row is not None
+    worker, model = box.supervisor.workers[0], to_load(row.spec, box.lifecycle._settings)
+    box.errors["a on 0"] = Failed("no memory")
+    box.hold(0)
+    given_up = asyncio.create_task(box.supervisor.load(worker, model, None))
+    await box.until(lambda: ("a", 0) in box.waiting)
+    given_up.cancel()
+    wanted = asyncio.create_task(box.supervisor.load(worker, model, None))
+    first, box.held[0] = box.held[0], asyncio.Event()
+    first.set()
+    await box.until(lambda: "build a on 0" in box.told)
+    box.errors.clear()
+    box.release()
+    loaded, fd = await wanted
+    assert (loaded.model.name, fd is not None) == ("a", True)
+    os.close(fd or -1)
+
+
+@pytest.mark.asyncio
+async def test_targets_and_aliases_change_beside_a_load(box: ModelsBox) -> None:
+    await box.until(lambda: all(one.has_loaded for one in box.supervisor.workers))
+    box.hold(1)
+    box.processes[1].end(-signal.SIGKILL)
+    await box.until(lambda: bool(box.waiting))
+    [(name, _)] = box.waiting
+    async with asyncio.timeout(TIMEOUT_S / 2):
+        await box.lifecycle.set(name, SetModelRequest(ttft_s=0.123, add_aliases=["alias"]))
+    assert box.frontends.aliases[name] == ("alias",)
+    box.release()
+    await box.until_ready("a", "b")
+    assert box.dispatcher.state.models[name].targets.ttft_s == 0.123
+    await box.until(lambda: box.targets.get((name, 1)) == 0.123)
 
 
 @pytest.mark.asyncio

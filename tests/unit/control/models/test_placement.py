@@ -6,16 +6,18 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
 from gpupool_state import History, Registry
-from gpupoold.api.schemas_models import AddModelRequest, Progress
+from gpupoold.api.schemas_models import AddModelRequest, Progress, SetModelRequest
 from gpupoold.control.fleet.states import ModelPhase
+from gpupoold.control.frontends import Frontend
 from gpupoold.errors import Failed, Refused, Unavailable, UsageError
 from tests.unit.checkpoints.samples import checkpoint, write
-from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, running
+from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, ServedModels, running
 
 
 @pytest_asyncio.fixture
@@ -59,6 +61,47 @@ class TestSideBySide:
         await adding
         assert box.frontends.num_mounts["new"] == 1
         assert box.frontends.states()["new"] == "ready"
+
+    async def test_a_frontend_that_comes_up_before_the_mount_is_not_the_only_one(
+        self, box: ModelsBox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        may_decide, woken, host = asyncio.Event(), box.fleet.woken, box.dispatcher.host
+        may_decide.set()
+
+        async def woken_if_allowed() -> set[str]:
+            found = await woken()
+            await may_decide.wait()
+            return found
+
+        def host_undecided(*arguments: Any) -> None:
+            may_decide.clear()
+            host(*arguments)
+
+        monkeypatch.setattr(box.fleet, "woken", woken_if_allowed)
+        monkeypatch.setattr(box.dispatcher, "host", host_undecided)
+        box.fleet.wake()
+        adding = asyncio.create_task(added(box, "new"))
+        await box.until(lambda: not may_decide.is_set())
+        frontend = ServedModels()
+        await box.lifecycle.frontend_up(cast(Frontend, frontend))
+        assert frontend.mounted == {"a", "b", "new"}
+        monkeypatch.setattr(box.dispatcher, "host", host)
+        may_decide.set()
+        await adding
+        assert "new" in box.frontends.mounted
+
+    async def test_an_alias_is_mounted_after_the_api_without_the_alias(
+        self, box: ModelsBox
+    ) -> None:
+        box.frontends.may_mount.clear()
+        adding = asyncio.create_task(added(box, "new"))
+        await box.until(lambda: bool(box.frontends.num_mounts["new"]))
+        request = SetModelRequest(add_aliases=["alias"])
+        changing = asyncio.create_task(box.lifecycle.set("new", request))
+        await box.until(lambda: box.fleet.is_held("new"))
+        box.frontends.may_mount.set()
+        await asyncio.gather(adding, changing)
+        assert box.frontends.aliases["new"] == ("alias",)
 
     async def test_it_stays_when_the_reader_leaves_then(self, box: ModelsBox) -> None:
         async for line in box.lifecycle.add(request(box, "new")):
@@ -248,6 +291,21 @@ class TestScarcity:
         await added(full, "c")
         assert full.hosts_of(asked[0]) == [0, 1]
         assert sorted(len(full.hosts_of(name)) for name in "ab") == [1, 2]
+
+    async def test_an_engine_leaves_once_for_a_change_that_fails(self, full: ModelsBox) -> None:
+        controller, loop = full.lifecycle.controller, asyncio.get_running_loop()
+        lane = controller._lanes["a"]
+        full.errors["a on 0"] = Failed("no memory")
+        full.fleet.hosts.of("a", 0).options = None
+        full.fleet.wake("a")
+        await full.until(lambda: "replace 0" in lane.waits and not lane.steps)
+        controller.check(loop.time())
+        await full.until(lambda: full.hosts_of("b") == [0, 1])
+        lane.waits["replace 0"] = (10.0, loop.time())
+        full.fleet.wake("a")
+        await full.until(lambda: lane.waits["replace 0"][0] > 10.0 and not lane.steps)
+        assert full.hosts_of("b") == [0, 1]
+        assert (await full.events()).count("engine_evicted") == 1
 
     async def test_engines_in_use_stay_and_the_addition_is_refused(self, full: ModelsBox) -> None:
         await full.lifecycle.place("a", [0, 1])

@@ -170,6 +170,15 @@ def test_one_engine_of_each_degree_is_replaced_first() -> None:
     assert kinds(one, plan_of()) == ["replace 3"]
 
 
+def test_a_replacement_that_failed_evicts_no_engine_when_tried_again() -> None:
+    model = serving(hosts=OUTDATED)
+    [first] = next_steps(model, plan_of(), LOAD_TIMEOUT_S, 0.0).steps
+    failed = replace(model, retry_at_s={"replace 0": 9.0})
+    [again] = next_steps(failed, plan_of(), LOAD_TIMEOUT_S, 9.0).steps
+    assert (first.reason, again.reason) == (NEEDED, SPARE)
+    assert first.key == again.key
+
+
 def of_degrees(single: WeightsState, group: WeightsState, **changes: object) -> ModelView:
     """A model on a single GPU without its snapshot, and on a group of two with its snapshot."""
     hosts = {0: HostState(LOADED), 1: HostState(ATTACHED, degree=2)}

@@ -132,7 +132,7 @@ async def test_what_it_did_is_told_with_its_death(rig: Rig) -> None:
     played = await rig.runs(0)
     played.activity.main.set(ThreadPhase.LOAD, "llama")
     loading = asyncio.create_task(rig.supervisor.load(rig.device, MODEL, None))
-    await rig.until(lambda: "llama" in rig.device.loading)
+    await rig.until(lambda: bool(rig.device.loads["llama"]))
     played.end(-signal.SIGSEGV)
     assert await rig.dies(1) == Death("signal 11", True, (Activity(ThreadPhase.LOAD, "llama"),))
     with pytest.raises(Failed, match=r"worker 0 ended \(signal 11\)"):

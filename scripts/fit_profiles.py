@@ -43,7 +43,7 @@ from gpupoold.latency.models import (
 )
 from gpupoold.latency.profiles import COLUMNS
 from gpupoold.latency.shape import FitError, HardwareProfile, ModelShape, builtin_shape, hardware
-from gpupoold.worker.fitting import fit_decode, fit_prefill
+from gpupoold.worker.profiling import fit_decode, fit_prefill
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "gpupoold/latency/measured.csv"
 MIN_R_SQUARED = 0.9

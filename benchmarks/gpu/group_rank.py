@@ -19,7 +19,7 @@ from gpupoold.memory.contracts import Device
 from gpupoold.memory.group.follower import FollowerMemory
 from gpupoold.memory.group.link import OrderCount, RankLost, run_files, run_orders
 from gpupoold.worker.device import open_device
-from gpupoold.worker.engine.process_state import join_group, keep_generators
+from gpupoold.worker.engine.vllm_process import join_group, keep_generators
 from gpupoold.worker.ranks import Rank
 from gpupoold.worker.weights.tensors import over
 

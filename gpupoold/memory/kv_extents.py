@@ -290,10 +290,6 @@ class ExtentIndex:
         """Return the number of used blocks of an extent."""
         return self._num_used[extent]
 
-    def count(self, place: Place) -> int:
-        """Return the number of extents at ``place``."""
-        return self._counts[place]
-
     def extents(self, place: Place) -> list[int]:
         """Return all extents at ``place``, lowest first."""
         if not self._counts[place]:
@@ -337,7 +333,7 @@ class ExtentIndex:
         for place in Place:
             there = [extent for extent, at in enumerate(self._places) if at == place]
             assert self.extents(place) == list(self.each(place)) == there
-            assert self.count(place) == len(there)
+            assert self._counts[place] == len(there)
             if self._geometry.is_aligned:
                 assert self.num_pages(place) == self._count_pages(there)
         if self._geometry.is_aligned:
@@ -351,9 +347,8 @@ class ExtentIndex:
             self.version += 1
 
     def _pages_of(self, num_extents: int, has_last: bool) -> int:
-        return num_extents * self._geometry.extent_pages - (
-            self._geometry.short_pages if has_last else 0
-        )
+        pages = num_extents * self._geometry.extent_pages
+        return pages - self._geometry.short_pages if has_last else pages
 
     def _count_pages(self, extents: list[int]) -> int:
         return sum(len(span) for extent in extents for span in self._geometry.pages(extent))

@@ -209,7 +209,7 @@ def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
             manage_torch_threads(arguments.compute_threads)
         use_step_threads()
     if rank.num_ranks > 1:
-        from gpupoold.worker.engine.process_state import join_group, keep_generators
+        from gpupoold.worker.engine.vllm_process import join_group, keep_generators
 
         may_spin = not arguments.are_cores_shared
         join_group(rank.store, rank.rank, rank.num_ranks, may_spin=may_spin)

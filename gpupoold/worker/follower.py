@@ -24,7 +24,7 @@ from gpupoold.memory.group.follower import FollowerMemory
 from gpupoold.memory.group.link import Link, OrderCount, RankLost, run_files, run_orders
 from gpupoold.memory.pages import PagePool
 from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
-from gpupoold.worker.engine.process_state import (
+from gpupoold.worker.engine.vllm_process import (
     distributed_init_method,
     drop_runner,
     seed_sampling,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from scripts.vllm_seams.seam import Seam
 
-_ALL_REDUCE = "gpupoold/worker/engine/process_state.py"
 _ENGINE = "gpupoold/worker/engine/engine.py"
 _SCHEDULER = "gpupoold/worker/engine/scheduler.py"
 _LEDGER = "gpupoold/worker/engine/block_demand.py"
@@ -18,10 +17,9 @@ _PREFIXES = "gpupoold/worker/engine/prefixes.py"
 _COMPUTED = "gpupoold/worker/engine/block_demand.py"
 _DEMAND = "gpupoold/worker/engine/block_demand.py"
 _STEPS = "gpupoold/worker/engine/steps.py"
-_RESUME = "gpupoold/worker/engine/resume.py"
 _ADAPTERS = "gpupoold/worker/engine/adapters.py"
 _GRAMMARS = "gpupoold/worker/engine/grammars.py"
-_MEMORY = "gpupoold/worker/engine/pooled_memory.py"
+_MEMORY = "gpupoold/worker/engine/vllm_process.py"
 _DIVISION = "gpupoold/worker/inspection/inspect.py"
 _LOADING = "gpupoold/worker/weights/loading.py"
 _ADAPTER = "gpupoold/frontend/adapter.py"
@@ -46,12 +44,12 @@ _WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWo
 # (file, owner, attributes): compared by signature or presence.
 _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (
-        _ALL_REDUCE,
+        _MEMORY,
         "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce",
         "_IS_CAPTURING _capture_registered",
     ),
     (
-        _ALL_REDUCE,
+        _MEMORY,
         "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator",
         "ca_comm",
     ),
@@ -111,7 +109,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ),
     (_SCHEDULER, "vllm.v1.metrics.stats.PrefillStats", "set"),
     (
-        _RESUME,
+        _SCHEDULER,
         "vllm.v1.core.sched.scheduler.Scheduler",
         "finished_req_ids prev_step_scheduled_req_ids use_v2_model_runner",
     ),
@@ -164,7 +162,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (_ENGINE, "vllm.config.SchedulerConfig", "async_scheduling scheduler_cls"),
     (_ENGINE, "vllm.config.CompilationConfig", "static_forward_context"),
     (
-        _RESUME,
+        _SCHEDULER,
         "vllm.v1.request.Request",
         "request_id append_output_token_ids num_preemptions take_prefill_stats sampling_params "
         "skip_reading_prefix_cache status prompt_token_ids num_output_tokens output_token_ids "
@@ -205,7 +203,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
         "_backend _backend_was_auto json choice grammar",
     ),
     (
-        _RESUME,
+        _SCHEDULER,
         "vllm.sampling_params.SamplingParams",
         "prompt_logprobs sampling_type seed structured_outputs",
     ),
@@ -293,9 +291,9 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (_MEMORY, "vllm.v1.pool.metadata.PoolingStates", "clean"),
     (_ENGINE, "vllm.config.ModelConfig", "get_pooling_task"),
     (_ENGINE, "vllm.pooling_params.PoolingParams", "verify"),
-    (_RESUME, _RUNNERS[0], "requests device input_batch sampler"),
-    (_RESUME, "vllm.v1.worker.gpu_input_batch.InputBatch", "vocab_size"),
-    (_RESUME, "vllm.v1.sample.sampler.Sampler", "topk_topp_sampler"),
+    (_SCHEDULER, _RUNNERS[0], "requests device input_batch sampler"),
+    (_SCHEDULER, "vllm.v1.worker.gpu_input_batch.InputBatch", "vocab_size"),
+    (_SCHEDULER, "vllm.v1.sample.sampler.Sampler", "topk_topp_sampler"),
     *((_MEMORY, runner, "get_kv_cache_spec") for runner in _RUNNERS),
     (_DIVISION, "vllm.distributed.parallel_state.GroupCoordinator", "world_size"),
     (_DIVISION, "vllm.config.ModelConfig", "verify_with_parallel_config"),
@@ -305,12 +303,12 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
 _SOURCES: tuple[tuple[str, str], ...] = (
     # Ranks with different names use sockets instead of shared memory.
     (
-        "gpupoold/worker/engine/process_state.py",
+        "gpupoold/worker/engine/vllm_process.py",
         "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator",
     ),
     # Captures without registered buffers, and what an all-reduce does between two captures.
     (
-        _ALL_REDUCE,
+        _MEMORY,
         "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce.custom_all_reduce",
     ),
     # The blocks' states are followed through this queue, which sees every change.
@@ -359,10 +357,10 @@ _SOURCES: tuple[tuple[str, str], ...] = (
         )
     ),
     # The record of a preempted request in the first model runner.
-    (_RESUME, "vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states"),
-    (_RESUME, "vllm.v1.worker.gpu_input_batch.CachedRequestState"),
-    (_RESUME, "vllm.v1.request.Request.append_output_token_ids"),
-    (_RESUME, "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler"),
+    (_SCHEDULER, "vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states"),
+    (_SCHEDULER, "vllm.v1.worker.gpu_input_batch.CachedRequestState"),
+    (_SCHEDULER, "vllm.v1.request.Request.append_output_token_ids"),
+    (_SCHEDULER, "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler"),
     # Slots are filled between two steps, and only here.
     (_ADAPTERS, "vllm.lora.worker_manager.WorkerLoRAManager.set_active_adapters"),
     (_ADAPTERS, "vllm.lora.model_manager.LoRAModelManager.activate_adapter"),
@@ -395,7 +393,7 @@ _SOURCES: tuple[tuple[str, str], ...] = (
         "vllm.multimodal.media.MediaConnector._assert_url_in_allowed_media_domains",
     ),
     (
-        "gpupoold/worker/engine/process_state.py",
+        "gpupoold/worker/engine/vllm_process.py",
         "vllm.compilation.wrapper.TorchCompileWithNoGuardsWrapper",
     ),
 )

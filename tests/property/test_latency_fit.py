@@ -16,7 +16,7 @@ from gpupoold.latency.models import (
     PrefillSample,
     Weighting,
 )
-from gpupoold.worker.fitting import fit_decode, fit_prefill, solve
+from gpupoold.worker.profiling import fit_decode, fit_prefill, solve
 
 H, M = 4096, 11008
 PROMPTS = [(n,) * b for n in (16, 64, 256, 1024, 4096) for b in (1, 2, 4, 8)]

@@ -16,7 +16,6 @@ from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import engine_options, media_limits
 from gpupoold.errors import Failed, Refused
 from gpupoold.wire.messages import ModelToLoad
-from gpupoold.worker.engine.process_state import parallel_arguments
 from gpupoold.worker.environment import engine_arguments
 
 if TYPE_CHECKING:
@@ -197,6 +196,14 @@ def engine_config(
     kind = config.model_config  # ``kind.architecture`` may be a substitute by vLLM
     check_kind(model.name, kind.architectures[0], kind)
     return config
+
+
+def parallel_arguments(num_ranks: int) -> dict[str, Any]:
+    """Return the arguments of vLLM's engines on a group, none for a single GPU."""
+    if num_ranks == 1:
+        return {}
+    executor = "gpupoold.worker.engine.engine.RankExecutor"
+    return {"tensor_parallel_size": num_ranks, "distributed_executor_backend": executor}
 
 
 def model_config(model: ModelToLoad) -> ModelConfig:

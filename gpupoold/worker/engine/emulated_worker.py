@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from gpupoold.worker.engine.cpu_build import MaskedAdapters, check_first_inputs
-from gpupoold.worker.engine.pooled_memory import PooledMemory
+from gpupoold.worker.engine.vllm_process import PooledMemory
 from gpupoold.worker.weights.loading import current_load
 
 

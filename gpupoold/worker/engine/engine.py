@@ -37,16 +37,16 @@ from gpupoold.worker.engine.adapters import EngineAdapters, RankAdapters
 from gpupoold.worker.engine.block_demand import BlockPoolLedger, ComputedKv
 from gpupoold.worker.engine.configuration import engine_config, refusal
 from gpupoold.worker.engine.grammars import use_engine_grammars
-from gpupoold.worker.engine.pooled_memory import PooledMemory
 from gpupoold.worker.engine.prefixes import StoredPrefixes, shared_owner
-from gpupoold.worker.engine.process_state import (
+from gpupoold.worker.engine.scheduler import resume
+from gpupoold.worker.engine.steps import EngineSteps, Step
+from gpupoold.worker.engine.vllm_process import (
+    PooledMemory,
     distributed_init_method,
     drop_runner,
     seed_sampling,
     start_load,
 )
-from gpupoold.worker.engine.resume import resume
-from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.environment import engine_arguments
 from gpupoold.worker.threads import HEAP
 from gpupoold.worker.weights import tensors

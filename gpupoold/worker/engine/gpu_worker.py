@@ -12,8 +12,7 @@ from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu_worker import Worker
 
-from gpupoold.worker.engine.pooled_memory import PooledMemory
-from gpupoold.worker.engine.process_state import between_captures
+from gpupoold.worker.engine.vllm_process import PooledMemory, between_captures
 from gpupoold.worker.threads import TurnThread, use_step_threads
 from gpupoold.worker.weights.loading import current_load
 

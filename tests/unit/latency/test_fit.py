@@ -17,7 +17,7 @@ from gpupoold.latency.models import (
     quality_of,
 )
 from gpupoold.latency.shape import FitError
-from gpupoold.worker.fitting import fit_decode, fit_prefill, solve
+from gpupoold.worker.profiling import fit_decode, fit_prefill, solve
 
 TRUE = LinearDecode(context_s=1e-7, sequence_s=1e-4, base_s=0.009)
 GRID = [DecodeBatch(b, b * c) for b in (1, 4, 16, 64) for c in (16, 128, 1024)]

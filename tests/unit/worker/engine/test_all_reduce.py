@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
-from gpupoold.worker.engine.process_state import between_captures, copy_in_captures
+from gpupoold.worker.engine.vllm_process import between_captures, copy_in_captures
 from gpupoold.worker.environment import set_group_environment
 
 

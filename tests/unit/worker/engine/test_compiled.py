@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine is not installed")
 wrapper = pytest.importorskip("vllm.compilation.wrapper", reason="the engine is not installed")
 
-from gpupoold.worker.engine.process_state import forget_compiled  # noqa: E402
+from gpupoold.worker.engine.vllm_process import forget_compiled  # noqa: E402
 
 
 class Compiled(wrapper.TorchCompileWithNoGuardsWrapper, torch.nn.Module):  # type: ignore[misc, name-defined]

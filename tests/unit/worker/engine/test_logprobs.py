@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm.v1.sample.sampler import Sampler  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 
-from gpupoold.worker.engine.pooled_memory import (  # noqa: E402
+from gpupoold.worker.engine.vllm_process import (  # noqa: E402
     MAX_ROWS,
     bound_logprobs,
     count_not_less,

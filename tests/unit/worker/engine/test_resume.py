@@ -11,8 +11,8 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from vllm.v1.request import RequestStatus
 
-from gpupoold.worker.engine import pooled_memory, resume
-from gpupoold.worker.engine.pooled_memory import PooledMemory
+from gpupoold.worker.engine import scheduler, vllm_process
+from gpupoold.worker.engine.vllm_process import PooledMemory
 
 
 class Engine:
@@ -71,7 +71,7 @@ def request() -> Any:
 
 def test_the_record_is_there_when_it_is_queued() -> None:
     engine, asked = Engine(), request()
-    resume.resume(engine, asked, 0, [7, 8])  # type: ignore[arg-type]
+    scheduler.resume(engine, asked, 0, [7, 8])  # type: ignore[arg-type]
     assert (engine.queue, engine.recorded_when_queued) == (["a"], [True])
     assert engine.records["a"].output_token_ids == [7, 8]
     assert engine.records["a"].lora_request == "adapter"
@@ -81,14 +81,14 @@ def test_the_record_is_there_when_it_is_queued() -> None:
 @pytest.mark.parametrize("uses_mrope", [False, True])
 def test_the_record_has_the_images(uses_mrope: bool) -> None:
     engine = Engine(uses_mrope=uses_mrope)
-    resume.resume(engine, request(), 0, [7, 8])  # type: ignore[arg-type]
+    scheduler.resume(engine, request(), 0, [7, 8])  # type: ignore[arg-type]
     assert engine.records["a"].mm_features == ["an image"]
     assert engine.records["a"].mrope_position_delta == (-1 if uses_mrope else None)
 
 
 def test_the_second_model_runner_wants_no_record() -> None:
     engine, asked = Engine(has_v2_runner=True), request()
-    resume.resume(engine, asked, 0, [7, 8])  # type: ignore[arg-type]
+    scheduler.resume(engine, asked, 0, [7, 8])  # type: ignore[arg-type]
     assert (engine.queue, engine.records) == (["a"], {})
     assert asked.status is RequestStatus.PREEMPTED
     assert engine.scheduler.finished_req_ids == {"a", "b"}  # told first, then that it is new
@@ -97,7 +97,7 @@ def test_the_second_model_runner_wants_no_record() -> None:
 def test_its_end_a_moment_ago_is_not_told_to_the_worker() -> None:
     """Who leaves and comes back at once is the same request to the worker."""
     engine = Engine()
-    resume.resume(engine, request(), 0, [7])  # type: ignore[arg-type]
+    scheduler.resume(engine, request(), 0, [7])  # type: ignore[arg-type]
     assert engine.scheduler.finished_req_ids == {"b"}
     assert engine.scheduler.prev_step_scheduled_req_ids == {"c"}
 
@@ -106,15 +106,15 @@ def test_a_record_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(pooled_memory, "_generator", fail)
+    monkeypatch.setattr(vllm_process, "_generator", fail)
     engine = Engine()
     with pytest.raises(MemoryError):
-        resume.resume(engine, request(), 0, [7])  # type: ignore[arg-type]
+        scheduler.resume(engine, request(), 0, [7])  # type: ignore[arg-type]
     assert (engine.queue, engine.records) == ([], {})
 
 
 def test_a_request_that_the_engine_does_not_take() -> None:
     engine = Engine(is_full=True)
     with pytest.raises(ValueError, match="full"):
-        resume.resume(engine, request(), 0, [7])  # type: ignore[arg-type]
+        scheduler.resume(engine, request(), 0, [7])  # type: ignore[arg-type]
     assert engine.records == {}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.in_worker import figures
 from benchmarks.in_worker.copies import plain_copies
+from benchmarks.in_worker.digests import kv_digest
 from benchmarks.in_worker.idle import empty_device
 from benchmarks.in_worker.live import BenchmarkRequests
 from gpupoold.errors import Failed
@@ -16,7 +17,6 @@ from gpupoold.memory.bandwidth import Scratch, scratch_memory
 from gpupoold.memory.contracts import Direction
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.transfers import TransferQueue
-from gpupoold.worker.calls import kv_digest
 
 if TYPE_CHECKING:
     from gpupoold.worker.turns.loop import TurnLoop

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpupoold.errors import GpupoolError, UsageError
-from gpupoold.memory.contracts import Device, OutOfPages
-from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.contracts import OutOfPages
 from gpupoold.wire.messages import Call, CallResult
-from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.turns.loop import TurnLoop
-from gpupoold.worker.weights import tensors
 
 
 def answer(loop: TurnLoop, call: Call) -> CallResult | None:
@@ -72,21 +68,6 @@ def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
     return {**pages, **driver}
 
 
-def _checksum(loop: TurnLoop, model: str) -> dict[str, Any]:
-    """Return SHA-256 digests of a model's weights and live KV blocks; makes the model resident."""
-    engine = loop.engine(model)
-    loop.interrupt_turn()
-    loop.switch_to(model)
-    loop.residency.bring_all(model)
-    loop.residency.save_prefixes(model)
-    engine.kv.finish_exports()  # blocks of ended requests live until they are copied
-    return {
-        "weights": weights_digest(loop.own.device, engine),
-        "kv": kv_digest(loop.own.device, engine),
-        "num_live_blocks": len(live_blocks(engine)),
-    }
-
-
 def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
     """Evict all of a model from the device, as a switch under memory pressure does."""
     engine = loop.engine(model)
@@ -107,35 +88,10 @@ def _unload_adapter(loop: TurnLoop, model: str, number: int) -> dict[str, Any]:
     return {}
 
 
-def weights_digest(device: Device, engine: ModelEngine) -> str:
-    """Return the SHA-256 of a resident model's weights without the tensors that steps write."""
-    weights = tensors.over(device, engine.weights.address, engine.info.weight_bytes)
-    digest, start = hashlib.sha256(), 0
-    for offset, num_bytes in (*engine.scratch, (engine.info.weight_bytes, 0)):
-        digest.update(weights[start:offset].cpu().numpy().tobytes())
-        start = offset + num_bytes
-    return digest.hexdigest()
-
-
-def live_blocks(engine: ModelEngine) -> list[int]:
-    """Return the blocks on the device with a reference, in ascending order."""
-    return [b for c in engine.kv.index.extents(Place.DEVICE) for b in engine.kv.live_blocks(c)]
-
-
-def kv_digest(device: Device, engine: ModelEngine) -> str:
-    """Return the SHA-256 of the live KV blocks, all of which must be on the device."""
-    digest = hashlib.sha256()
-    buffer = tensors.over(device, engine.kv.address, engine.kv.geometry.total_bytes)
-    for offset, num_bytes in engine.kv.geometry.extents(live_blocks(engine)):
-        digest.update(buffer[offset : offset + num_bytes].cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 _Operation = Callable[..., dict[str, Any]]
 
 _OPERATIONS: dict[str, _Operation] = {
     "check_integrity": _check_integrity,
-    "checksum": _checksum,
     "page_out": _page_out,
     "unload_adapter": _unload_adapter,
 }

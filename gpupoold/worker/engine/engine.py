@@ -11,7 +11,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from vllm import PoolingParams, SamplingParams
@@ -53,10 +53,6 @@ from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.loading import SNAPSHOT_FORMAT, ModelLoad, current_load
 from gpupoold.worker.weights.rank_loads import LeaderLoad
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.core import EngineCore
-
-
 _SEED_BITS = 62
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
 
@@ -87,7 +83,6 @@ class ModelEngine:
         self.info = info
         self.weights: WeightMemory = load.weights
         self.layout_digest = load.layout.digest
-        self.scratch = load.layout.scratch
         self.layers, self.layer_ends = load.layout.layers, load.layout.layer_ends
         self.kv = kv
         self._ledger = BlockPoolLedger(_block_pool(core))

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from gpupoold.domain import DeviceActivity, Targets
 from gpupoold.errors import NoSuchModel
@@ -40,10 +39,6 @@ from gpupoold.worker.turns.requests import (
     may_come_between,
 )
 from gpupoold.worker.turns.self_check import SelfChecks
-
-if TYPE_CHECKING:
-    from gpupoold.worker.engine.engine import ModelEngine
-
 
 _logger = logging.getLogger(__name__)
 

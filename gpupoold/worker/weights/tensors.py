@@ -26,9 +26,6 @@ _ALIGNMENT_BYTES = 256
 
 _FIRST = -1
 
-# Attributes in which vLLM's vision models hand embeddings to the forward pass of the same step.
-_SCRATCH = ("per_layer_embeddings", "deepstack_input_embeds")
-
 _BASE_LAYER = "base_layer"
 
 
@@ -127,7 +124,6 @@ class NeedOrder:
 class WeightLayout:
     """The tensors of a model, and the offset of each tensor's storage in the address range.
 
-    ``scratch`` has offset and bytes of each storage that steps write, in ascending order.
     ``layer_ends`` has, for each of the decoder ``layers``, the bytes from the start on that contain
     this layer, all layers before and everything that steps need before the layers.
     """
@@ -136,7 +132,6 @@ class WeightLayout:
     offsets: dict[int, int]  # address of a storage → offset in the address range
     num_bytes: int
     digest: str
-    scratch: tuple[tuple[int, int], ...] = ()
     layers: DecoderLayers = NO_LAYERS
     layer_ends: tuple[int, ...] = ()
 
@@ -151,14 +146,7 @@ def plan_layout(model: torch.nn.Module) -> WeightLayout:
     order = NeedOrder(model)
     named = sorted(_named_tensors(model), key=lambda pair: order.rank(pair[1]))
     layout = _lay_out(named, loose_digest(model))
-    written = [tensor.untyped_storage() for tensor in scratch_tensors(model)]
-    scratch = {(layout.offsets[one.data_ptr()], one.nbytes()) for one in written if one.nbytes()}
-    return replace(
-        layout,
-        scratch=tuple(sorted(scratch)),
-        layers=order.layers,
-        layer_ends=_layer_ends(layout, order),
-    )
+    return replace(layout, layers=order.layers, layer_ends=_layer_ends(layout, order))
 
 
 def plan_slots(model: torch.nn.Module) -> WeightLayout:
@@ -245,11 +233,6 @@ def loose_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         for name, leaf in _leaves_of(model)
         if isinstance(leaf, torch.Tensor) and leaf.device == device
     ]
-
-
-def scratch_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return the loose tensors that steps write; their content means nothing between steps."""
-    return [tensor for name, tensor in loose_tensors(model) if name.split(".")[-2] in _SCRATCH]
 
 
 def on_weight_device(

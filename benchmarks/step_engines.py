@@ -32,7 +32,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from gpupoold.domain import ModelName, Targets
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.pages import PagePool
-from gpupoold.memory.prefix_tiers import PrefixTiers
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.calls import answer
@@ -102,7 +101,7 @@ class PoolSide:
         self._reader = subprocess.Popen(["cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
         theirs.close()
         channel: BlockingChannel[m.ToWorker] = BlockingChannel(ours, m.ToWorker)
-        own = WorkerDevice(0, device, pool, host, PrefixTiers(host, 0), 1e9)
+        own = WorkerDevice(0, device, pool, host, None, 1e9)
         self._loop = TurnLoop(own, channel, answer)
         for number in range(num_idle + 1):
             self._load(f"m{number}", path, device, host)

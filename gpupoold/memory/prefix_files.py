@@ -94,7 +94,7 @@ class _FileHeader:
 
 
 class PrefixFiles:
-    """Files in a folder, within a byte budget; a source of a :class:`PrefixFetcher`.
+    """Files in a folder, within a byte budget; a source of a :class:`PrefixTiers`.
 
     One thread calls the methods, except ``copy``; reading folders and writing files take place in a
     thread of this object.

@@ -28,72 +28,6 @@ from gpupoold.memory.slabs import BlockPlace
 _logger = logging.getLogger(__name__)
 
 
-class PrefixTiers:
-    """The worker's own host memory, the host memory of other workers, and files.
-
-    Without memory for prefixes there are none.
-    """
-
-    def __init__(
-        self,
-        host: KvHostCache,
-        budget_bytes: int | None = None,
-        folder: Path | None = None,
-        files_bytes: int = 0,
-    ) -> None:
-        """For ``budget_bytes`` see :class:`PrefixStore`; ``folder`` has files if given."""
-        self._host = host
-        self.fetcher: PrefixFetcher | None = None
-        self._files: PrefixFiles | None = None
-        self._writer: PrefixWriter | None = None
-        if not host.budget_bytes or budget_bytes == 0:
-            return
-        store = PrefixStore(host, budget_bytes)
-        cache = CacheBytes(host.fd, host.shape)
-        self.fetcher = PrefixFetcher(store, cache)
-        if folder is None or not files_bytes:
-            return
-        if is_shared(filesystem := filesystem_of(folder)):
-            text = "no KV is kept in %s: other machines may read files on %s"
-            _logger.error(text, folder, filesystem)
-        else:
-            self._files = PrefixFiles(folder, files_bytes, host.shape.num_ranks)
-            self._writer = PrefixWriter(store, cache, self._files)
-            self.fetcher.add("files", self._files)
-
-    @property
-    def wake_fds(self) -> list[int]:
-        """Descriptors that become readable when a fetch has ended, until ``clear``."""
-        return [] if self.fetcher is None else [self.fetcher.wake_fd]
-
-    def clear(self) -> None:
-        """Make ``wake_fds`` unreadable."""
-        if self.fetcher is not None:
-            self.fetcher.clear()
-
-    def poll(self) -> None:
-        """Begin to write further KV to files; to be called a few times a second."""
-        if self._writer is not None:
-            self._writer.poll()
-
-    def peer_up(self, device_number: int, fd: int) -> None:
-        """Read the host memory of another worker from now on; close ``fd``."""
-        try:
-            if self.fetcher is not None:
-                self.fetcher.add(device_number, PeerPrefixes(fd, self._host.shape))
-        except (OSError, ValueError) as error:
-            _logger.info("no prefixes of worker %d are read: %s", device_number, error)
-        finally:
-            os.close(fd)
-
-    def forget(self, model: str) -> None:
-        """Free the KV of a model's ended requests."""
-        if self.fetcher is not None:
-            self.fetcher.store.forget(owners_of(model))
-        if self._files is not None:
-            self._files.forget(owners_of(model))
-
-
 class _PeerBlock(NamedTuple):
     number: int  # of the record
     version: int
@@ -195,17 +129,53 @@ class Fetch:
         return Counter({tier: num * block_bytes for tier, num in Counter(self.tiers).items()})
 
 
-class PrefixFetcher:
-    """Finds blocks in ``sources`` and copies them; for one thread."""
+class PrefixTiers:
+    """The worker's own host memory, the host memory of other workers, and files; for one thread."""
 
-    def __init__(self, store: PrefixStore, cache: CacheBytes) -> None:
-        """``cache`` has the bytes of the store's cache."""
-        self.store = store
-        self._bytes = cache
+    def __init__(
+        self,
+        host: KvHostCache,
+        budget_bytes: int | None = None,
+        folder: Path | None = None,
+        files_bytes: int = 0,
+    ) -> None:
+        """For ``budget_bytes`` see :class:`PrefixStore`; ``folder`` has files if given."""
+        self.store = PrefixStore(host, budget_bytes)
+        self._shape = host.shape
+        self._bytes = CacheBytes(host.fd, host.shape)
         self._sources: dict[object, PrefixSource] = {}
         self._thread = ThreadPoolExecutor(1, "prefixes")
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Becomes readable at the end of a fetch, until ``clear``."""
+        self._files: PrefixFiles | None = None
+        self._writer: PrefixWriter | None = None
+        if folder is None or not files_bytes:
+            return
+        if is_shared(filesystem := filesystem_of(folder)):
+            text = "no KV is kept in %s: other machines may read files on %s"
+            _logger.error(text, folder, filesystem)
+        else:
+            self._files = PrefixFiles(folder, files_bytes, host.shape.num_ranks)
+            self._writer = PrefixWriter(self.store, self._bytes, self._files)
+            self.add("files", self._files)
+
+    def poll(self) -> None:
+        """Begin to write further KV to files; to be called a few times a second."""
+        if self._writer is not None:
+            self._writer.poll()
+
+    def peer_up(self, device_number: int, fd: int) -> None:
+        """Read the host memory of another worker from now on."""
+        try:
+            self.add(device_number, PeerPrefixes(fd, self._shape))
+        except (OSError, ValueError) as error:
+            _logger.info("no prefixes of worker %d are read: %s", device_number, error)
+
+    def forget(self, model: str) -> None:
+        """Free the KV of a model's ended requests."""
+        self.store.forget(owners_of(model))
+        if self._files is not None:
+            self._files.forget(owners_of(model))
 
     @property
     def has_sources(self) -> bool:

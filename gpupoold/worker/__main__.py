@@ -157,9 +157,11 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
     host = KvHostCache(
         arguments.kv_host_bytes, num_ranks=rank.num_ranks, former_fd=arguments.kv_host_fd
     )
-    prefixes = PrefixTiers(
-        host, arguments.prefix_cache_bytes, arguments.kv_files, arguments.kv_files_bytes
-    )
+    prefixes = None
+    if host.budget_bytes and arguments.prefix_cache_bytes != 0:
+        prefixes = PrefixTiers(
+            host, arguments.prefix_cache_bytes, arguments.kv_files, arguments.kv_files_bytes
+        )
     with prefer_node(device.numa_node):
         host.pin(device)
         link = measure_link(device, pool)

@@ -22,6 +22,8 @@ from gpupoold.memory.group.link import Link, OrderBook, OrderCount, RankLost
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
+_MAX_FENCES = 4096
+_MAX_UNDER_WAY = 2
 # Attributes of the leader's own device that hold for the group.
 _OWN = (
     *("page_bytes", "is_host_addressable", "piece_bytes", "load_slack_bytes", "has_link"),
@@ -218,6 +220,8 @@ class RegionPlace(NamedTuple):
 
 PlacedMapping = tuple[RegionPlace, list[PageRun]]
 """The place from which runs are mapped one after the other."""
+PlacedCopy = tuple[RegionPlace, RegionPlace, int]
+"""Target, source and bytes of a copy."""
 
 
 class LeaderRegions:
@@ -282,12 +286,6 @@ class FollowerRegions:
         region = self._regions.pop(number, None)
         if region is not None:
             region.close()
-
-
-_MAX_FENCES = 4096
-_MAX_UNDER_WAY = 2
-
-PlacedCopy = tuple[RegionPlace, RegionPlace, int]
 
 
 class RankFence(NamedTuple):

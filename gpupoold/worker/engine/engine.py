@@ -30,7 +30,7 @@ from gpupoold.memory.group.link import OrderBook
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvGeometry, KvRow
-from gpupoold.memory.prefix_tiers import PrefixFetcher
+from gpupoold.memory.prefix_tiers import PrefixTiers
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
 from gpupoold.worker.engine.adapters import EngineAdapters, RankAdapters
@@ -71,7 +71,7 @@ class ModelEngine:
         load: ModelLoad,
         kv: KvMemory,
         info: LoadedModel,
-        prefixes: PrefixFetcher | None = None,
+        prefixes: PrefixTiers | None = None,
         kv_identity: str = "",
     ) -> None:
         """``prefixes`` keeps the KV of ended requests, if the engine caches prefixes; for
@@ -485,7 +485,7 @@ def load_engine(
     load: ModelLoad,
     host: KvHostCache,
     name: str,
-    prefixes: PrefixFetcher | None = None,
+    prefixes: PrefixTiers | None = None,
     kv_identity: str = "",
 ) -> ModelEngine:
     """Build a model's engine, called ``name``, on gpupool's memory.

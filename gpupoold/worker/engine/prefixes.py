@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvRow
 from gpupoold.memory.prefix_table import owner_of
-from gpupoold.memory.prefix_tiers import Fetch, PrefixFetcher
+from gpupoold.memory.prefix_tiers import Fetch, PrefixTiers
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.worker.engine import block_demand
 from gpupoold.worker.engine.block_demand import BlockPoolLedger
@@ -96,7 +96,7 @@ class StoredPrefixes:
     pool: Any
     ledger: BlockPoolLedger
     kv: KvMemory
-    fetcher: PrefixFetcher
+    fetcher: PrefixTiers
     lacks_blocks: Callable[[], bool]
     owner: str | None
     hit_bytes: int = field(default=0, init=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -77,7 +78,7 @@ class TurnLoop:
             self.turns,
             self._model_on_turn,
             own.links,
-            own.prefixes.fetcher,
+            own.prefixes,
         )
         self._self_checks = SelfChecks(self_check_interval)
         self._readers = ThreadPoolExecutor(1, "files")
@@ -101,9 +102,7 @@ class TurnLoop:
             self._requests.abort,
         )
         self.driver_memory = DriverMemory(device, has_gpu_alone=own.has_gpu_alone)
-        self.loads = LoadQueue(
-            loader, self.turns, device, self.driver_memory, self._begin_load, self._end_load
-        )
+        self.loads = LoadQueue(loader, self.driver_memory, self._begin_load, self._end_load)
         self._channel = channel
         self._answer_call = answer_call
         self.orders = Orders()
@@ -272,7 +271,7 @@ class TurnLoop:
             return True
         text = "%s: the self-check returned %s instead of %s"
         _logger.error(text, engine.name, wrong.answered, wrong.expected)
-        self.own.prefixes.forget(engine.info.name)  # the KV may be wrong too
+        self._forget_prefixes(engine.info.name)  # the KV may be wrong too
         if engine.prefixes is not None:
             engine.prefixes.close()
         self._requests.fail_all(
@@ -343,9 +342,11 @@ class TurnLoop:
     def _wait_for_message(self, wait_s: float) -> m.ToWorker | None:
         if self._models.snapshots.is_busy:
             wait_s = _SNAPSHOTS_POLL_S
-        fds = (*self.migrations.wake_fds, *self.own.prefixes.wake_fds, self.turns.wake_fd)
-        message = self._channel.receive(wait_s, fds)
-        self.own.prefixes.clear()
+        fds, prefixes = [*self.migrations.wake_fds, self.turns.wake_fd], self.own.prefixes
+        if prefixes is None:
+            return self._channel.receive(wait_s, fds)
+        message = self._channel.receive(wait_s, [*fds, prefixes.wake_fd])
+        prefixes.clear()
         return message
 
     def _handle(self, message: m.ToWorker) -> None:
@@ -393,9 +394,12 @@ class TurnLoop:
                 if message.model in self.engines:
                     self.engines[message.model].end_isolation(message.request_id)
             case m.ForgetPrefixes():
-                self.own.prefixes.forget(message.model)
+                self._forget_prefixes(message.model)
             case m.PrefixPeer():
-                self.own.prefixes.peer_up(message.device, self._channel.take_fd())
+                fd = self._channel.take_fd()
+                if self.own.prefixes is not None:
+                    self.own.prefixes.peer_up(message.device, fd)
+                os.close(fd)
             case m.Reconfigure():
                 set_log_level(message.log_level)
                 self._self_checks.interval = message.self_check_interval
@@ -409,6 +413,10 @@ class TurnLoop:
         if self._requests.add(message, slot) and message.is_moving:
             self._report_memory()
             self._channel.send(m.RequestAttached(message.model, message.request_id))
+
+    def _forget_prefixes(self, model: str) -> None:
+        if self.own.prefixes is not None:
+            self.own.prefixes.forget(model)
 
     def _begin_load(self, order: LoadOrder) -> str:
         self._status_at_s = 0.0  # the next status shows the load
@@ -450,7 +458,8 @@ class TurnLoop:
         now_s = time.monotonic()
         if now_s >= self._status_at_s:
             self._status_at_s = now_s + _STATUS_INTERVAL_S
-            self.own.prefixes.poll()
+            if self.own.prefixes is not None:
+                self.own.prefixes.poll()
             turn, host = self.orders.turn, self.own.host
             report = m.WorkerStatus(
                 at_s=now_s,

@@ -14,7 +14,7 @@ from gpupoold.memory.kv_extents import KvRow
 from gpupoold.memory.prefix_files import PrefixFiles, PrefixWriter, remove_files
 from gpupoold.memory.prefix_store import PrefixStore
 from gpupoold.memory.prefix_table import CacheBytes, owner_of, owners_of
-from gpupoold.memory.prefix_tiers import PeerPrefixes, PrefixFetcher
+from gpupoold.memory.prefix_tiers import PeerPrefixes, PrefixTiers
 from gpupoold.memory.slabs import BlockPlace
 from tests.unit.memory.test_prefix_store import content_of, fill, long_keys, write
 
@@ -30,9 +30,9 @@ class Tiers:
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.host = KvHostCache(HOST_BYTES, 4 * BLOCK_BYTES, num_ranks=num_ranks)
-        self.store = PrefixStore(self.host)
         self.bytes = CacheBytes(self.host.fd, self.host.shape)
-        self.fetcher = PrefixFetcher(self.store, self.bytes)
+        self.fetcher = PrefixTiers(self.host)
+        self.store = self.fetcher.store
 
     def fetch(self, *numbers: int, owner: str = OWNER) -> int:
         """Fetch blocks; return the bytes that have arrived."""

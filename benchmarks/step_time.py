@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import kv_books
 from benchmarks.bench.rig import make_checkpoints
 from benchmarks.report import at_most, finish
-from gpupoold.worker.environment import set_engine_environment
+from gpupoold.worker.process import set_engine_environment
 
 ADDED_S = 50e-6
 BOOKS_S = 50e-6

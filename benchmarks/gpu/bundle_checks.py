@@ -285,7 +285,7 @@ CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
 
 def main() -> int:
     """Run all checks; exit code 1 when one fails."""
-    from gpupoold.worker.environment import set_engine_environment
+    from gpupoold.worker.process import set_engine_environment
 
     set_engine_environment("error")
     num_failed = 0

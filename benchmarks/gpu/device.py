@@ -20,11 +20,10 @@ from benchmarks.gpu.rig import Report, Setting, arguments, setting_of
 from benchmarks.gpu.timed_driver import TimedDriver
 from benchmarks.in_worker.copies import plain_copies
 from gpupoold.memory.bandwidth import Scratch, scratch_memory
-from gpupoold.memory.contracts import Copy, Device, Direction, PageRun
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaDriver
+from gpupoold.memory.device import Copy, Device, Direction, PagePool, PageRun
 from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import TransferQueue
 
 _WARM_UP = 2

@@ -15,12 +15,12 @@ import torch
 from vllm.distributed import parallel_state, tensor_model_parallel_all_reduce
 from vllm.distributed.parallel_state import graph_capture
 
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device
 from gpupoold.memory.group.follower import FollowerMemory
 from gpupoold.memory.group.link import OrderCount, RankLost, run_files, run_orders
 from gpupoold.worker.device import open_device
 from gpupoold.worker.engine.vllm_process import join_group, keep_generators
-from gpupoold.worker.ranks import Rank
+from gpupoold.worker.process import Rank
 from gpupoold.worker.weights.tensors import over
 
 # Elements whose sum over the ranks is compared, at the begin of the weights.

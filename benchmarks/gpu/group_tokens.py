@@ -18,7 +18,7 @@ from benchmarks.bench.overhead import EMULATED_OPTIONS, vllm_serve
 from benchmarks.gpu import figures
 from benchmarks.gpu.rig import Setting, add_timed, arguments, setting_of
 from benchmarks.load import Ask, Stream, ask, client_of
-from gpupoold.worker.environment import set_group_environment
+from gpupoold.worker.process import set_group_environment
 
 _SHAPES = ("1B", "3B")
 _ROOM = 1.2  # of the larger model's weights

@@ -14,11 +14,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.shapes import Shape
-from gpupoold.memory.contracts import Device, Direction
+from gpupoold.memory.device import AddressRange, Device, Direction, PagePool
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import ExtentIndex, KvGeometry, KvRow, Place
-from gpupoold.memory.pages import AddressRange, PagePool
 from gpupoold.memory.transfers import TransferQueue
 
 BLOCK_TOKENS = 16

@@ -26,7 +26,7 @@ from benchmarks.gpu.turns import Turns
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from gpupoold.config.sections import CUDA_RESERVE_BYTES
 from gpupoold.domain import Targets
-from gpupoold.worker.environment import ENGINE_ARGUMENTS
+from gpupoold.worker.process import ENGINE_ARGUMENTS
 
 MAX_MODEL_LEN = 4096
 # An emulated device computes in float32, so that answers do not depend on the batch.

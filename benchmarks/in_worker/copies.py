@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from gpupoold.memory import libc
 from gpupoold.memory.bandwidth import Scratch
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device
 
 
 def plain_copies(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device
 from gpupoold.memory.kv_extents import Place
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.engine.vllm_process import whole_model

@@ -14,7 +14,7 @@ from benchmarks.in_worker.idle import empty_device
 from benchmarks.in_worker.live import BenchmarkRequests
 from gpupoold.errors import Failed
 from gpupoold.memory.bandwidth import Scratch, scratch_memory
-from gpupoold.memory.contracts import Direction
+from gpupoold.memory.device import Direction
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.transfers import TransferQueue
 

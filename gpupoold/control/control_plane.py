@@ -465,5 +465,5 @@ def _url(listener: socket.socket, settings: Settings) -> str:
 def _preloaded(settings: Settings) -> list[str]:
     """Return the modules that the fork server imports."""
     has_emulated = any(device.kind == "emulated" for device in settings.devices)
-    worker = ["gpupoold.worker.environment"] if has_emulated else []
+    worker = ["gpupoold.worker.process"] if has_emulated else []
     return ["gpupoold.frontend.preload", *worker]

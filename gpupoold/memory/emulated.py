@@ -22,7 +22,7 @@ from functools import partial
 from itertools import count
 
 from gpupoold.memory import libc
-from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, Fence, PageRun
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, PageRun
 from gpupoold.memory.libc import create_memfd
 
 _UNMAPPED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE

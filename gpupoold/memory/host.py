@@ -1,25 +1,54 @@
-"""Host memory shared between processes: weights snapshots and the KV host cache."""
+"""Host memory shared between processes: snapshots, the KV host cache, the table of its prefixes."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+from blake3 import blake3
+
 from gpupoold.memory import libc
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device
 from gpupoold.memory.libc import create_memfd
-from gpupoold.memory.prefix_table import CacheShape, PrefixTable, Record
-from gpupoold.memory.slabs import Allocation, SlabAllocator, slab_bytes_for
+from gpupoold.memory.slabs import Allocation, BlockPlace, SlabAllocator, slab_bytes_for
 
 _POPULATED = libc.MAP_SHARED | libc.MAP_POPULATE
 # Bytes of a large buffer whose pages one of several threads allocates at a time.
 _PIECE_BYTES = 64 << 20
 _MAX_THREADS = 8
+
+# Consecutive blocks of a request in one record, which are evicted together.
+MAX_BLOCKS = 8
+# A name of KV that several engines and processes may share, the owner of blocks, has two digests of
+# so many hexadecimal digits: of the model's name and of all else that decides on the KV. So the
+# names of one model begin alike, and nobody has to remember the engines that the model has had.
+NUM_DIGITS = OWNER_BYTES = 32
+KEY_BYTES = 36  # vLLM's SHA-256 of a block, with the number of the KV cache group
+
+_MAGIC = int.from_bytes(b"gpkvidx1", "little")
+_HEADER_BYTES = 4096
+# Magic number, budget, bytes of a base slab, ranks, number of records.
+_HEADER = struct.Struct("<QQQQQ")
+_NUM_ADDED_AT = 512  # number of records added so far
+_LATEST_AT = _HEADER_BYTES  # numbers of the records added last, a ring
+_NUM_LATEST = 8192
+_NUMBER = struct.Struct("<I")
+_WORD = struct.Struct("<Q")
+# Version, whether the bytes have arrived, last use, owner, bytes of a block, number of blocks;
+# then the keys, and the place of each block.
+_RECORD = struct.Struct(f"<QQQ{OWNER_BYTES}sQQ" + f"{KEY_BYTES}s" * MAX_BLOCKS + "II" * MAX_BLOCKS)
+_RECORDS_AT = _LATEST_AT + _NUM_LATEST * _NUMBER.size
+_ARRIVED, _LAST_USE = 8, 16  # offsets in a record
+_VERSIONS = struct.Struct(f"<Q{_RECORD.size - 8}x")
+_MIN_RECORDS, _MAX_RECORDS = 256, 1 << 16
+_LEAST_RECORD_BYTES = 64 << 10  # of KV per record, on average
 
 
 class HostBuffer:
@@ -315,3 +344,239 @@ class HostSlot:
             ValueError: the slot is free already.
         """
         self.cache.slabs.free(self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Some blocks of an owner, with their keys and places in the KV host cache."""
+
+    number: int
+    version: int
+    last_use: int
+    owner: bytes
+    block_bytes: int
+    keys: tuple[bytes, ...]
+    places: tuple[BlockPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The sizes of a KV host cache: with others, places mean other bytes."""
+
+    budget_bytes: int
+    slab_bytes: int
+    num_ranks: int
+
+    @property
+    def num_records(self) -> int:
+        """Number of records of the cache's table."""
+        wanted = self.budget_bytes // _LEAST_RECORD_BYTES
+        return min(max(wanted, _MIN_RECORDS), _MAX_RECORDS)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the cache over all ranks, before the table."""
+        return self.budget_bytes * self.num_ranks
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the cache with its table."""
+        num_bytes = self.data_bytes + _RECORDS_AT + self.num_records * _RECORD.size
+        return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class PrefixTable:
+    """The table behind the bytes of a KV host cache in its memfd, for the writer or a reader.
+
+    The writer's methods are for one thread, except ``note_arrival``.
+
+    One process writes the table. Other processes read the table while it changes, and the next
+    worker of the device continues the table after the writer's death, so each change is a single
+    store: a record counts from the moment when its version is written, and ends when its version
+    becomes 0, before its memory is used for anything else. A reader copies bytes and then compares
+    the version.
+    """
+
+    def __init__(self, fd: int, shape: CacheShape, *, is_new: bool = False) -> None:
+        """Map the table of a cache; create the table if the cache ``is_new``.
+
+        Raises:
+            ValueError: the cache has other sizes.
+        """
+        if os.fstat(fd).st_size != shape.file_bytes:
+            raise ValueError(f"the KV host cache has not the {shape.file_bytes} bytes of {shape}")
+        self.shape = shape
+        start = shape.data_bytes // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        self._skip = shape.data_bytes - start
+        self._map = mmap.mmap(fd, shape.file_bytes - start, offset=start)
+        header = _MAGIC, shape.budget_bytes, shape.slab_bytes, shape.num_ranks, shape.num_records
+        found = _HEADER.unpack_from(self._map, self._skip)
+        if is_new:
+            _HEADER.pack_into(self._map, self._skip, *header)
+        elif found != header:
+            self._map.close()
+            raise ValueError(f"the table is of a KV host cache with other sizes: {found}")
+        self._latest_version = self._latest_use = 0
+        self._free: list[int] = []  # numbers without a record, for the writer
+
+    def open_for_writing(self) -> list[Record]:
+        """Return the records with bytes that have arrived, least recently used first.
+
+        Other records, whose bytes will not arrive any more, are removed.
+        """
+        versions = dict(self._versions())
+        found = [self.read(number) for number in versions]
+        records = [record for record in found if record is not None]
+        usable = {record.number for record in records}
+        for number in versions.keys() - usable:
+            _WORD.pack_into(self._map, self._at(number), 0)
+        self._free = [one for one in reversed(range(self.shape.num_records)) if one not in usable]
+        self._latest_version = max(versions.values(), default=0)
+        records.sort(key=lambda record: record.last_use)
+        self._latest_use = records[-1].last_use if records else 0
+        return records
+
+    def add(
+        self, owner: bytes, block_bytes: int, keys: Sequence[bytes], places: Sequence[BlockPlace]
+    ) -> int | None:
+        """Add a record of blocks that will arrive; return its number, None without room."""
+        if not self._free:
+            return None
+        number = self._free.pop()
+        at = self._at(number)
+        self._latest_version += 1
+        self._latest_use += 1
+        padding = MAX_BLOCKS - len(keys)
+        flat = [part for place in places for part in place] + [0, 0] * padding
+        names = [*keys, *[b""] * padding]
+        fields = 0, 0, self._latest_use, owner, block_bytes, len(keys)
+        _RECORD.pack_into(self._map, at, *fields, *names, *flat)
+        _WORD.pack_into(self._map, at, self._latest_version)
+        [num_added] = _WORD.unpack_from(self._map, self._skip + _NUM_ADDED_AT)
+        ring_at = self._skip + _LATEST_AT + num_added % _NUM_LATEST * _NUMBER.size
+        _NUMBER.pack_into(self._map, ring_at, number)
+        _WORD.pack_into(self._map, self._skip + _NUM_ADDED_AT, num_added + 1)
+        return number
+
+    def note_arrival(self, number: int) -> None:
+        """Make a record's bytes usable."""
+        _WORD.pack_into(self._map, self._at(number) + _ARRIVED, 1)
+
+    def note_use(self, number: int) -> None:
+        """Count a record as used most recently."""
+        self._latest_use += 1
+        _WORD.pack_into(self._map, self._at(number) + _LAST_USE, self._latest_use)
+
+    def remove(self, number: int) -> None:
+        """Remove a record, before its memory is freed."""
+        _WORD.pack_into(self._map, self._at(number), 0)
+        self._free.append(number)
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of all records."""
+        return {number for number, _ in self._versions()}
+
+    def read(self, number: int) -> Record | None:
+        """Return a record whose bytes have arrived, None if there is none."""
+        if number >= self.shape.num_records:
+            return None
+        fields = _RECORD.unpack_from(self._map, self._at(number))
+        version, has_arrived, last_use, owner, block_bytes, num_blocks = fields[:6]
+        if not version or not has_arrived or not 0 < num_blocks <= MAX_BLOCKS:
+            return None
+        keys = fields[6 : 6 + num_blocks]
+        parts = fields[6 + MAX_BLOCKS : 6 + MAX_BLOCKS + 2 * num_blocks]
+        places = tuple(map(BlockPlace, parts[::2], parts[1::2]))
+        if not self.is_current(number, version):
+            return None  # changed meanwhile
+        return Record(number, version, last_use, owner, block_bytes, keys, places)
+
+    def is_current(self, number: int, version: int) -> bool:
+        """Return whether a record is still the one that was read."""
+        found: int = _WORD.unpack_from(self._map, self._at(number))[0]
+        return found == version
+
+    def added_since(self, num_seen: int) -> tuple[Sequence[int], int]:
+        """Return the numbers of records added after the first ``num_seen``, and their total.
+
+        May include further records, and records that were removed.
+        """
+        [total] = _WORD.unpack_from(self._map, self._skip + _NUM_ADDED_AT)
+        if total - num_seen >= _NUM_LATEST:
+            return [number for number, _ in self._versions()], total
+        ring_at = self._skip + _LATEST_AT
+        return [
+            _NUMBER.unpack_from(self._map, ring_at + one % _NUM_LATEST * _NUMBER.size)[0]
+            for one in range(num_seen, total)
+        ], total
+
+    def close(self) -> None:
+        self._map.close()
+
+    def _versions(self) -> Iterator[tuple[int, int]]:
+        start = self._at(0)
+        with memoryview(self._map) as view:
+            records = view[start : start + self.shape.num_records * _RECORD.size]
+            with records:
+                found = [one for (one,) in _VERSIONS.iter_unpack(records)]
+        return ((number, version) for number, version in enumerate(found) if version)
+
+    def _at(self, number: int) -> int:
+        return self._skip + _RECORDS_AT + number * _RECORD.size
+
+
+class CacheBytes:
+    """The mapped bytes of a cache; the kernel allocates memory only where something is written."""
+
+    def __init__(self, fd: int, shape: CacheShape) -> None:
+        """Map the bytes of ``fd``, which stays the caller's.
+
+        Raises:
+            OSError: the process has too few addresses.
+        """
+        self.shape = shape
+        flags = libc.MAP_SHARED | libc.MAP_NORESERVE
+        self._address = libc.mmap(None, shape.data_bytes, libc.PROT_READ_WRITE, flags, fd, 0)
+
+    def copy(
+        self, place: BlockPlace, source: CacheBytes, source_place: BlockPlace, num_bytes: int
+    ) -> None:
+        """Copy a block of ``num_bytes`` on each rank from another cache of the same shape."""
+        parts = zip(
+            self._addresses(place, num_bytes),
+            source._addresses(source_place, num_bytes),
+            strict=True,
+        )
+        for target, address in parts:
+            libc.memcpy(target, address, num_bytes)
+
+    def views(self, place: BlockPlace, num_bytes: int) -> list[memoryview]:
+        """Return the bytes of a block on each rank, to be read and written."""
+        return [libc.view(address, num_bytes) for address in self._addresses(place, num_bytes)]
+
+    def close(self) -> None:
+        libc.munmap(self._address, self.shape.data_bytes)
+
+    def _addresses(self, place: BlockPlace, num_bytes: int) -> list[int]:
+        shape = self.shape
+        offset = place.slab * shape.slab_bytes + place.block * num_bytes
+        if not 0 <= offset <= shape.budget_bytes - num_bytes:
+            raise ValueError(f"{place} is outside of the KV host cache")
+        return [
+            self._address + rank * shape.budget_bytes + offset for rank in range(shape.num_ranks)
+        ]
+
+
+def owners_of(model: str) -> str:
+    """Return the beginning of the names of all KV of a model."""
+    return _digest(model)
+
+
+def owner_of(model: str, identity: str) -> str:
+    """Return the name of a model's KV; ``identity`` has all else that decides on the KV."""
+    return owners_of(model) + _digest(identity)
+
+
+def _digest(text: str) -> str:
+    return blake3(text.encode()).hexdigest(NUM_DIGITS // 2)

@@ -17,10 +17,9 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpupoold.memory.contracts import Copy, Device
+from gpupoold.memory.device import AddressRange, Copy, Device
 from gpupoold.memory.host import HostSlot, KvHostCache, Slot
 from gpupoold.memory.kv_extents import OFFLOADED, BlockLedger, Group, KvExtents, KvGeometry, Place
-from gpupoold.memory.pages import AddressRange
 from gpupoold.memory.prefix_store import StoredBlocks
 from gpupoold.memory.transfers import Transfer, TransferQueue
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device
 from gpupoold.memory.host import HostBuffer, lay
 from gpupoold.memory.transfers import DeviceThread
 

@@ -32,8 +32,8 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from gpupoold.memory.host import KEY_BYTES, MAX_BLOCKS, NUM_DIGITS, OWNER_BYTES, CacheBytes
 from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
-from gpupoold.memory.prefix_table import KEY_BYTES, MAX_BLOCKS, NUM_DIGITS, OWNER_BYTES, CacheBytes
 from gpupoold.memory.slabs import BlockPlace
 
 _logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ The copies fill the part of the KV host cache that live requests do not use. KV 
 priority: the least recently used copies are evicted for it.
 
 The copies of owners with a lasting name are entered in the cache's table
-(:mod:`gpupoold.memory.prefix_table`), so that the next worker of the device has them too.
+(:mod:`gpupoold.memory.host`), so that the next worker of the device has them too.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpupoold.memory.host import HostSlot, KvHostCache, lay
+from gpupoold.memory.host import KEY_BYTES, MAX_BLOCKS, OWNER_BYTES, HostSlot, KvHostCache, lay
 from gpupoold.memory.kv_extents import KvRow
-from gpupoold.memory.prefix_table import KEY_BYTES, MAX_BLOCKS, OWNER_BYTES
 from gpupoold.memory.slabs import BlockPlace
 
 

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpupoold.files import filesystem_of, is_shared
-from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host import CacheBytes, CacheShape, KvHostCache, PrefixTable, owners_of
 from gpupoold.memory.kv_extents import KvRow
 from gpupoold.memory.prefix_files import PrefixFiles, PrefixWriter
 from gpupoold.memory.prefix_store import PrefixStore, StoredBlocks
-from gpupoold.memory.prefix_table import CacheBytes, CacheShape, PrefixTable, owners_of
 from gpupoold.memory.slabs import BlockPlace
 
 _logger = logging.getLogger(__name__)

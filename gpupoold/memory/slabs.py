@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpupoold.memory.contracts import PageRun
-from gpupoold.memory.pages import PagePool
+from gpupoold.memory.device import PagePool, PageRun
 
 _MAX_BASE_SLABS = 8
 _MAX_TAIL_SHARE = 1 / 8

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import ParamSpec, TypeVar
 
-from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction
 from gpupoold.system.activity import WORKER, ThreadPhase
 
 _P = ParamSpec("_P")

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Copy, Device
+from gpupoold.memory.device import AddressRange, Copy, Device
 from gpupoold.memory.host import HostBuffer
-from gpupoold.memory.pages import AddressRange
 from gpupoold.memory.transfers import DeviceThread, Transfer, TransferQueue
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken

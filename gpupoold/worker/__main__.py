@@ -13,7 +13,7 @@ from typing import NoReturn
 from gpupoold.domain import DeviceFacts
 from gpupoold.engine_versions import check_engine_version
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Device, OutOfPages
+from gpupoold.memory.device import Device, OutOfPages
 from gpupoold.memory.group.link import RankLost
 from gpupoold.system.activity import WORKER
 from gpupoold.system.process import (
@@ -30,8 +30,7 @@ from gpupoold.system.process import (
 )
 from gpupoold.wire.channel import ChannelClosed
 from gpupoold.wire.messages import ToWorker, WorkerReady
-from gpupoold.worker.environment import set_engine_environment
-from gpupoold.worker.ranks import GroupChannel, Rank, fork_ranks
+from gpupoold.worker.process import GroupChannel, Rank, fork_ranks, set_engine_environment
 
 _logger = logging.getLogger("gpupoold.worker")
 
@@ -142,9 +141,9 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         from gpupoold.worker.turns.models import WorkerDevice
     end_at_faults()
     from gpupoold.memory.bandwidth import measure_fill, measure_link
+    from gpupoold.memory.device import PagePool
     from gpupoold.memory.host import KvHostCache
     from gpupoold.memory.libc import prefer_node
-    from gpupoold.memory.pages import PagePool
 
     version = check_engine_version()
     device = _open_device(arguments, rank)

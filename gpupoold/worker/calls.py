@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpupoold.errors import GpupoolError, UsageError
-from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.device import OutOfPages
 from gpupoold.wire.messages import Call, CallResult
 from gpupoold.worker.turns.loop import TurnLoop
 

@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 
 from gpupoold.errors import Failed
 from gpupoold.latency.shape import group_name
-from gpupoold.memory.contracts import Device
 from gpupoold.memory.cuda.device import CudaDevice
+from gpupoold.memory.device import Device
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.system.nvml import GpuUse, gpu_use
 from gpupoold.system.process import trim_heap

@@ -19,10 +19,9 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker import workspace
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device, PagePool
 from gpupoold.memory.group.follower import FollowerMemory
 from gpupoold.memory.group.link import Link, OrderCount, RankLost, run_files, run_orders
-from gpupoold.memory.pages import PagePool
 from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
 from gpupoold.worker.engine.vllm_process import (
     distributed_init_method,
@@ -30,7 +29,7 @@ from gpupoold.worker.engine.vllm_process import (
     seed_sampling,
     start_load,
 )
-from gpupoold.worker.ranks import Rank
+from gpupoold.worker.process import Rank
 from gpupoold.worker.threads import HEAP
 from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.loading import WeightSource

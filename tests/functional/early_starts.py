@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from gpupoold.domain import ModelName
-from gpupoold.memory.contracts import Copy
+from gpupoold.memory.device import Copy, PagePool
 from gpupoold.memory.emulated import ModelledLink
 from gpupoold.memory.host import KvHostCache
-from gpupoold.memory.pages import PagePool
 from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m
 from gpupoold.worker.device import open_device

@@ -37,7 +37,7 @@ _MAY_DIFFER = (
 )
 # Of emulated devices alone, and of workers; in other processes these do no harm.
 _MAY_BE_ABSENT = ("GLIBC_TUNABLES", "OMP_NUM_THREADS")
-_PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.environment"]
+_PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.process"]
 _LOG_LEVEL = "info"
 
 

@@ -67,7 +67,7 @@ def settings_of(folder: Path) -> Settings:
 async def forks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ForkServer]:
     """The process that has imported vLLM, as the daemon has one."""
     settings = settings_of(tmp_path_factory.mktemp("forks"))
-    modules = ["gpupoold.frontend.preload", "gpupoold.worker.environment"]
+    modules = ["gpupoold.frontend.preload", "gpupoold.worker.process"]
     forks = ForkServer(settings, {"HF_HUB_OFFLINE": "1"}, modules)
     yield forks
     await forks.stop()

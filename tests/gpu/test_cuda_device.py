@@ -7,11 +7,10 @@ import ctypes
 import pytest
 
 from gpupoold.memory.bandwidth import measure_link
-from gpupoold.memory.contracts import PageRun
 from gpupoold.memory.cuda.device import CudaDevice
+from gpupoold.memory.device import AddressRange, PagePool, PageRun
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.libc import num_nodes, prefer_node
-from gpupoold.memory.pages import AddressRange, PagePool
 from tests.gpu.conftest import NUM_PAGES, PAGE
 from tests.gpu.rig import HAS_KERNELS
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpupoold.memory.contracts import Copy, Direction, PageRun
 from gpupoold.memory.cuda import device as cuda_device
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaError
+from gpupoold.memory.device import Copy, Direction, PageRun
 from gpupoold.memory.host import HostBuffer
 from tests.gpu.conftest import NUM_PAGES, PAGE
 

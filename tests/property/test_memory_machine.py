@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.device import OutOfPages
 from gpupoold.memory.host import HostSlot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place

@@ -25,10 +25,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Device, Direction, Fence, PageRun
 from gpupoold.memory.cuda.driver import CudaCopyStream, CudaDriver, CudaError
+from gpupoold.memory.device import Device, Direction, Fence, PageRun, split_runs
 from gpupoold.memory.libc import node_of, prefer_node
-from gpupoold.memory.pages import split_runs
 from gpupoold.units import format_bytes
 
 # A compromise: switches are faster with large pages, KV wastes less in small pages. The driver

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Copy, Direction
+from gpupoold.memory.device import Copy, Direction
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: ordinary device memory
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE

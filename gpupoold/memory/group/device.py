@@ -17,7 +17,7 @@ from inspect import signature
 from typing import Any, NamedTuple, TypeVar, cast
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, Fence, PageRun
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, PageRun
 from gpupoold.memory.group.link import Link, OrderBook, OrderCount, RankLost
 
 _Method = TypeVar("_Method", bound=Callable[..., None])

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from gpupoold.memory.contracts import Device, Direction, Fence
+from gpupoold.memory.device import Device, Direction, Fence
 from gpupoold.memory.group.device import (
     Fences,
     FollowerCopyStream,

@@ -16,7 +16,7 @@ from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import engine_options, media_limits
 from gpupoold.errors import Failed, Refused
 from gpupoold.wire.messages import ModelToLoad
-from gpupoold.worker.environment import engine_arguments
+from gpupoold.worker.process import engine_arguments
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from gpupoold.errors import GpupoolError, Refused
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device
 from gpupoold.memory.group.link import OrderBook
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
@@ -47,7 +47,7 @@ from gpupoold.worker.engine.vllm_process import (
     seed_sampling,
     start_load,
 )
-from gpupoold.worker.environment import engine_arguments
+from gpupoold.worker.process import engine_arguments
 from gpupoold.worker.threads import HEAP
 from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.loading import SNAPSHOT_FORMAT, ModelLoad, current_load

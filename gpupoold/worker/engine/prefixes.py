@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.request import Request, RequestStatus
 
+from gpupoold.memory.host import owner_of
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvRow
-from gpupoold.memory.prefix_table import owner_of
 from gpupoold.memory.prefix_tiers import Fetch, PrefixTiers
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.worker.engine import block_demand

@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from gpupoold.worker.engine.configuration import parallel_arguments
 from gpupoold.worker.engine.layer_gates import LayerGates
-from gpupoold.worker.environment import set_group_environment
+from gpupoold.worker.process import set_group_environment
 from gpupoold.worker.threads import HEAP, use_load_threads
 from gpupoold.worker.weights.loading import current_load, register_snapshot_format
 

@@ -31,7 +31,7 @@ from gpupoold.wire.messages import (
     SurveyAdapter,
     ToInspection,
 )
-from gpupoold.worker.environment import set_engine_environment
+from gpupoold.worker.process import set_engine_environment
 
 _logger = logging.getLogger("gpupoold.worker.inspection")
 _MAX_CPU_S = 60.0

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gpupoold.domain import DeviceActivity, Targets
 from gpupoold.errors import NoSuchModel
-from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.device import OutOfPages
 from gpupoold.memory.host import Slot
 from gpupoold.memory.kv_transfers import Arrival
 from gpupoold.system.activity import WORKER, ThreadPhase

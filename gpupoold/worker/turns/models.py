@@ -14,9 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.latency.models import Profile
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device, PagePool
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.memory.pages import PagePool
 from gpupoold.memory.prefix_tiers import PrefixTiers
 from gpupoold.memory.transfers import DeviceThread
 from gpupoold.memory.weights import Snapshots

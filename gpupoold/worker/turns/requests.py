@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from gpupoold.domain import FinalFailure, Targets
 from gpupoold.errors import GpupoolError, Refused
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device
 from gpupoold.memory.host import HostSlot, KvHostCache, Slot
 from gpupoold.memory.kv_transfers import Arrival, PeerCache, PeerSlot
 from gpupoold.memory.transfers import DeviceThread, Transfer

@@ -22,7 +22,7 @@ from torch import nn
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Copy, CopyStream, Device, Direction, OutOfPages
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction, OutOfPages
 from gpupoold.memory.transfers import BATCH_BYTES
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.worker.engine.engine import ModelEngine

@@ -15,14 +15,13 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import AddressRange, Device
 from gpupoold.memory.group.device import GroupDevice
 from gpupoold.memory.group.follower import FollowerMemory
 from gpupoold.memory.group.link import Link, OrderBook, OrderCount
 from gpupoold.memory.host import HostBuffer, touch_pages
 from gpupoold.memory.libc import create_memfd, prefer_node
-from gpupoold.memory.pages import AddressRange
-from gpupoold.worker.ranks import Rank
+from gpupoold.worker.process import Rank
 from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.weights.loading import ModelLoad
 from gpupoold.worker.weights.tensors import WeightLayout

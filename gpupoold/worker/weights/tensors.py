@@ -20,7 +20,7 @@ from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device
 
 _ALIGNMENT_BYTES = 256
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from gpupoold.memory.contracts import PageRun
 from gpupoold.memory.cuda.device import CudaDevice
+from gpupoold.memory.device import PageRun
 
 PAGE = 4096
 NUM_PAGES = 64

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.device import AddressRange, OutOfPages
 from gpupoold.memory.host import HostBuffer
-from gpupoold.memory.pages import AddressRange
 from tests.unit.memory.rig import PAGE, Rig, pattern, read, write
 
 

@@ -6,10 +6,9 @@ import pytest
 
 from gpupoold.memory import bandwidth
 from gpupoold.memory.bandwidth import LinkBandwidth, measure_fill, measure_link
-from gpupoold.memory.contracts import Copy, Direction, OutOfPages
 from gpupoold.memory.cuda.device import CudaDevice
+from gpupoold.memory.device import Copy, Direction, OutOfPages, PagePool
 from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.pages import PagePool
 from tests.unit.memory.cuda_rig import NUM_PAGES, PAGE
 from tests.unit.memory.fake_cuda import FakeCuda
 

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from gpupoold.memory import libc
-from gpupoold.memory.contracts import PageRun
+from gpupoold.memory.device import PageRun
 from gpupoold.memory.emulated import EmulatedDevice, default_page_bytes
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.libc import available_bytes, create_memfd
@@ -162,7 +162,7 @@ def run_script(setup: str, access: str, env: dict[str, str]) -> int:
     script = textwrap.dedent(
         f"""
         import ctypes, resource
-        from gpupoold.memory.contracts import PageRun
+        from gpupoold.memory.device import PageRun
         from gpupoold.memory.emulated import EmulatedDevice
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         device = EmulatedDevice(16384, 4096)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.device import OutOfPages
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvGeometry, Place
 from tests.unit.memory.ledger import MemoryLedger

@@ -6,7 +6,7 @@ from ctypes import addressof, create_string_buffer
 
 import pytest
 
-from gpupoold.memory.contracts import Copy, Direction, PageRun
+from gpupoold.memory.device import Copy, Direction, PageRun
 from gpupoold.memory.emulated import EmulatedDevice, LinkCopyStream, ModelledLink
 
 RATE = 1000.0

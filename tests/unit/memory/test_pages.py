@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.memory.contracts import FillTime, OutOfPages, PageRun
-from gpupoold.memory.pages import PagePool, split_runs
+from gpupoold.memory.device import FillTime, OutOfPages, PagePool, PageRun, split_runs
 
 
 def test_fresh_pool_gives_one_run() -> None:

@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpupoold.memory.contracts import Copy, CopyStream, Direction
 from gpupoold.memory.cuda import device as cuda_pinning
 from gpupoold.memory.cuda.device import CudaDevice
+from gpupoold.memory.device import AddressRange, Copy, CopyStream, Direction, PagePool
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv_extents import Place
-from gpupoold.memory.pages import AddressRange, PagePool
 from gpupoold.memory.transfers import TransferQueue
 from tests.unit.memory.cuda.test_models import Model
 from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE, mapped

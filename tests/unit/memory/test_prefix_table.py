@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpupoold.memory.prefix_table import KEY_BYTES, MAX_BLOCKS, OWNER_BYTES, CacheShape, PrefixTable
+from gpupoold.memory.host import KEY_BYTES, MAX_BLOCKS, OWNER_BYTES, CacheShape, PrefixTable
 from gpupoold.memory.slabs import BlockPlace
 
 SHAPE = CacheShape(budget_bytes=3 << 20, slab_bytes=4096, num_ranks=2)

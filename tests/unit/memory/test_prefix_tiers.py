@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host import CacheBytes, KvHostCache, owner_of, owners_of
 from gpupoold.memory.kv_extents import KvRow
 from gpupoold.memory.prefix_files import PrefixFiles, PrefixWriter, remove_files
 from gpupoold.memory.prefix_store import PrefixStore
-from gpupoold.memory.prefix_table import CacheBytes, owner_of, owners_of
 from gpupoold.memory.prefix_tiers import PeerPrefixes, PrefixTiers
 from gpupoold.memory.slabs import BlockPlace
 from tests.unit.memory.test_prefix_store import content_of, fill, long_keys, write

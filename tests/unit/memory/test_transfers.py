@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from gpupoold.memory.contracts import Copy
+from gpupoold.memory.device import Copy
 from gpupoold.memory.transfers import BATCH_BYTES, TransferQueue
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from gpupoold.errors import Failed
-from gpupoold.memory.contracts import Direction, OutOfPages
+from gpupoold.memory.device import Direction, OutOfPages
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.rig import PAGE, GatedCopyStream, Rig, pattern, read, write

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from gpupoold.errors import Failed
-from gpupoold.worker.environment import engine_arguments, set_engine_environment
+from gpupoold.worker.process import engine_arguments, set_engine_environment
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "0"), ("1", "1")])

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from gpupoold.engine_versions import KNOWN_VARIABLES
-from gpupoold.worker.environment import set_engine_environment
+from gpupoold.worker.process import set_engine_environment
 
 SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 

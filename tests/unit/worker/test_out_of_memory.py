@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from gpupoold.memory.contracts import OutOfPages
+from gpupoold.memory.device import OutOfPages
 from gpupoold.worker.__main__ import is_out_of_memory
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpupoold.domain import DeviceActivity
 from gpupoold.wire import messages as m
-from gpupoold.worker.ranks import of_group
+from gpupoold.worker.process import of_group
 from tests.unit.wire.samples import MEMORY, SWITCH
 
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.gpu import rig
 from benchmarks.gpu.rig import Setting, arguments, setting_of
 from gpupoold.config.sections import CUDA_RESERVE_BYTES
-from gpupoold.worker.environment import engine_arguments
+from gpupoold.worker.process import engine_arguments
 
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 MIB = 1 << 20

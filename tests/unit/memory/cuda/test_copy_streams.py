@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpupoold.memory.contracts import Copy, Direction, PageRun
 from gpupoold.memory.cuda import device as cuda_device, driver as cuda_copy_stream
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaCopyStream, CudaError
+from gpupoold.memory.device import Copy, Direction, PageRun
 from gpupoold.memory.host import HostBuffer
 from tests.unit.memory.cuda_rig import (
     COMPUTE,

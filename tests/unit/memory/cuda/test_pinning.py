@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.memory.contracts import Copy, Direction
 from gpupoold.memory.cuda import device as cuda
 from gpupoold.memory.cuda.device import CudaDevice, PinnedMemory
 from gpupoold.memory.cuda.driver import CudaError
+from gpupoold.memory.device import Copy, Direction
 from gpupoold.memory.host import HostBuffer
 from tests.unit.memory.cuda_rig import PAGE, host_pages, mapped, page_of
 from tests.unit.memory.fake_cuda import FakeCuda

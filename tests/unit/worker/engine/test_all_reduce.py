@@ -14,7 +14,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
 from gpupoold.worker.engine.vllm_process import between_captures, copy_in_captures
-from gpupoold.worker.environment import set_group_environment
+from gpupoold.worker.process import set_group_environment
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpupoold.memory.contracts import Device
+from gpupoold.memory.device import Device
 from gpupoold.worker.kv import page_eviction
 from tests.unit.memory.rig import PAGE, GatedCopyStream, read
 from tests.unit.worker.kv.residency_box import WEIGHT_PAGES, Box

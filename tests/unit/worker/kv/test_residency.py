@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpupoold.memory import kv_extents as kv_module
-from gpupoold.memory.contracts import Device, Direction
+from gpupoold.memory.device import Device, Direction
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.scheduling import eviction

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from hypothesis import given, strategies as st
 
-from gpupoold.memory.contracts import Direction
+from gpupoold.memory.device import Direction
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.worker.turns.self_check import MissingWeights, _windows
 from gpupoold.worker.weights import tensors

@@ -1,4 +1,4 @@
-"""The requests of a worker: how many there are, and the deadline of the next token."""
+"""The requests of a worker, the deadline of the next token, and the daemon's orders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.worker.turns.requests import RequestLedger
+from gpupoold.wire.messages import RunTurn
+from gpupoold.worker.turns.requests import Orders, RequestLedger
 
 
 class Engines:
@@ -76,3 +77,14 @@ def test_a_removed_model_takes_its_requests_along(engines: Engines) -> None:
     engines.arrive("r", 99.0)
     engines.ledger.remove_model("m")
     assert engines.ledger.is_idle()
+
+
+def test_a_dropped_turn_leaves_nothing_and_may_be_ordered_again() -> None:
+    orders = Orders()
+    orders.take(RunTurn(1, "a", 0.1, "b"))
+    orders.began(10.0)
+    orders.drop()
+    assert (orders.turn, orders.then, orders.began_s) == (None, None, None)
+    orders.take(RunTurn(1, "a", 0.2))
+    assert orders.turn is not None
+    assert (orders.turn.quota_s, orders.began_s) == (0.2, None)

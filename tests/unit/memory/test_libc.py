@@ -1,9 +1,10 @@
-"""Where a device hangs and where new memory comes from."""
+"""Where a device hangs and where new memory comes from; shared memory with all its pages."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import platform
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,8 @@ import pytest
 
 from gpupoold.memory import libc
 from gpupoold.memory.libc import node_of, num_nodes, prefer_node
+
+SIZE = 8192
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +140,31 @@ def test_errors_name_the_call(thread: ThreadPoolExecutor, monkeypatch: pytest.Mo
     monkeypatch.setattr(platform, "machine", lambda: "sparc")
     with pytest.raises(OSError, match="get_mempolicy: no known system call number on sparc"):
         libc.get_mempolicy()
+
+
+def test_its_size_cannot_be_changed() -> None:
+    fd = libc.create_memfd("test", SIZE)
+    for num_bytes in (SIZE // 2, 2 * SIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, num_bytes)
+    os.pwrite(fd, b"weights", SIZE - 7)
+    status = os.fstat(fd)
+    assert (status.st_size, status.st_blocks * 512) == (SIZE, SIZE)
+    os.close(fd)
+
+
+def test_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
+    monkeypatch.setattr(libc, "_MEMINFO", meminfo)
+    with pytest.raises(OSError, match="test needs 8 KiB, 4 KiB is available"):
+        libc.create_memfd("test", SIZE)
+
+
+def test_more_than_the_control_group_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container: the machine has memory, and the kernel would kill the worker."""
+    monkeypatch.setattr(libc, "memory_room_bytes", lambda: SIZE // 2)
+    with pytest.raises(OSError, match="test needs 8 KiB, 4 KiB is available"):
+        libc.create_memfd("test", SIZE)
+    monkeypatch.setattr(libc, "memory_room_bytes", lambda: None)
+    os.close(libc.create_memfd("test", SIZE))

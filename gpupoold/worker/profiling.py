@@ -490,21 +490,19 @@ def fit_prefill(
     samples: Sequence[PrefillSample],
     *,
     weighting: Weighting = Weighting.RELATIVE,
-    non_negative: bool = True,
     floors: Sequence[float] = (),
 ) -> Fit[PrefillT]:
     """Return the least-squares constants of ``law`` (its own are ignored) for measured prefills.
 
     ``law`` is the model's form, with dimensions if needed. ``samples`` must outnumber the
-    constants. ``weighting`` selects absolute or relative errors. With ``non_negative`` no constant
-    is below zero. ``floors`` has a lower bound per constant, which takes precedence over
-    ``non_negative``.
+    constants. ``weighting`` selects absolute or relative errors. ``floors`` has a lower bound per
+    constant, by default zero.
 
     Raises:
         FitError: fewer points than constants, points that do not determine the constants (for
             example all prompts of one length), or a time that is not positive.
     """
-    return _fit(law, samples, weighting, non_negative, floors)
+    return _fit(law, samples, weighting, floors)
 
 
 def fit_decode(
@@ -512,7 +510,6 @@ def fit_decode(
     samples: Sequence[DecodeSample],
     *,
     weighting: Weighting = Weighting.RELATIVE,
-    non_negative: bool = True,
     floors: Sequence[float] = (),
 ) -> Fit[DecodeT]:
     """Return the least-squares constants of ``law`` (its own are ignored) for measured decode
@@ -520,14 +517,13 @@ def fit_decode(
 
     Arguments and errors as for ``fit_prefill``.
     """
-    return _fit(law, samples, weighting, non_negative, floors)
+    return _fit(law, samples, weighting, floors)
 
 
 def _fit(
     law: LawT,
     samples: Sequence[PrefillSample] | Sequence[DecodeSample],
     weighting: Weighting,
-    non_negative: bool,
     floors: Sequence[float],
 ) -> Fit[LawT]:
     check_times(samples)
@@ -538,17 +534,17 @@ def _fit(
     units_s = durations_s if weighting is Weighting.RELATIVE else np.ones_like(durations_s)
     # The constants above the floors explain the rest of each duration.
     rest = (durations_s - terms @ base) / units_s
-    above = solve(terms / units_s[:, None], rest, non_negative=non_negative or bool(floors))
+    above = solve(terms / units_s[:, None], rest)
     fitted = law.with_constants((base + np.array(above)).tolist())
     return Fit(fitted, quality_of(fitted, samples))
 
 
-def solve(rows: ArrayLike, targets: ArrayLike, *, non_negative: bool = False) -> list[float]:
-    """Return the ``x`` that minimises the sum of squares of ``rows @ x - targets``.
+def solve(rows: ArrayLike, targets: ArrayLike) -> list[float]:
+    """Return the non-negative ``x`` that minimises the sum of squares of ``rows @ x - targets``.
 
     ``rows`` has shape (points, columns), ``targets`` (points,); columns are scaled first, so they
-    may differ by any factor. With ``non_negative`` every choice of columns is tried, which is exact
-    and cheap for two or three columns.
+    may differ by any factor. Every choice of columns is tried, which is exact and cheap for two or
+    three columns.
 
     Raises:
         FitError: fewer points than columns, or linearly dependent columns.
@@ -562,7 +558,7 @@ def solve(rows: ArrayLike, targets: ArrayLike, *, non_negative: bool = False) ->
         raise FitError(f"term {scales.argmin() + 1} is zero at all {num_points} points")
     columns = matrix / scales
     found = _unbounded(columns, right)
-    if non_negative and found.min() < 0:
+    if found.min() < 0:
         found = _best_non_negative(columns, right)
     solution: list[float] = (found / scales).tolist()
     return solution

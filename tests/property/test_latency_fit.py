@@ -102,7 +102,7 @@ def test_non_negative_solution_cannot_be_improved(
     ratio = [x / y for x, y, _ in points]
     if max(ratio) / min(ratio) < 1.01:  # nearly one column: nothing to find
         return
-    found = solve(rows, targets, non_negative=True)
+    found = solve(rows, targets)
     assert min(found) >= 0
 
     def error(values: list[float]) -> float:

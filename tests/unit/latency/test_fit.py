@@ -72,10 +72,8 @@ def test_impossible_time_is_named(duration_s: float) -> None:
         fit_decode(LinearDecode(), points)
 
 
-def test_non_negative_is_an_option() -> None:
+def test_no_constant_is_negative() -> None:
     points = [PrefillSample([n], 1e-5 * n - 0.001) for n in (200, 400, 800, 1600)]
-    free = fit_prefill(LinearPrefill(), points, non_negative=False)
-    assert free.law.base_s == pytest.approx(-0.001)
     bounded = fit_prefill(LinearPrefill(), points)
     assert bounded.law.base_s == 0.0
     assert bounded.law.token_s > 0

@@ -34,6 +34,7 @@ from gpupoold.wire.messages import (
     FrontendReady,
     ModelList,
     ModelToLoad,
+    Reconfigure,
     RequestProgress,
     ServedModel,
     ServeModel,
@@ -182,18 +183,20 @@ class _Answer:
 
 def opening(
     models: Sequence[ServedModel], *, is_ready: bool = True
-) -> tuple[AccessRules, ModelList, Accept]:
-    """What a frontend has to be told before it answers anybody: who may ask, and for what."""
+) -> tuple[Reconfigure, AccessRules, ModelList, Accept]:
+    """What a frontend has to be told before it answers anybody: its limits, who may ask, and for
+    what.
+    """
+    limits = Reconfigure("warning", 0, MAX_BODY_BYTES, 1024, 256_000_000)
     models_now = ModelList(list(models), ready=is_ready)
-    return AccessRules([], are_required=False), models_now, Accept()
+    return limits, AccessRules([], are_required=False), models_now, Accept()
 
 
 def start_frontend(wire: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:
     """The process as the daemon starts it, which has vLLM imported already: its end of the
     channel, and where clients connect."""
     descriptors = (wire.fileno(), listener.fileno())
-    command = [sys.executable, "-m", FRONTEND, "--log-level", "warning"]
+    command = [sys.executable, "-m", FRONTEND, "--settings", '{"log_level": "warning"}']
     command += ["--wire-fd", str(descriptors[0]), "--listen-fd", str(descriptors[1])]
-    command += ["--max-body-bytes", str(MAX_BODY_BYTES)]
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(command, pass_fds=descriptors, env=os.environ | {"PYTHONPATH": path})

@@ -470,3 +470,19 @@ class IdleSettings(Section):
     """A device without requests for so long, such as `"30m"`, gives its memory
     back until the next request; 0: never.
     """
+
+
+class FrontendSettings(Section):
+    """Settings of a frontend from its start to its end, which the daemon sends as JSON.
+
+    ``number`` distinguishes the frontends; the first runs the batches in ``batches_folder``, None
+    without batches. A stopping frontend that ``refuses_at_end`` answers new connections with 503.
+    """
+
+    number: int = 0
+    log_level: str = "info"
+    refuses_at_end: bool = False
+    server: ServerSettings = ServerSettings()
+    traces: TracesSettings = TracesSettings()
+    batches: BatchSettings = BatchSettings()
+    batches_folder: AbsolutePath | None = None

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from gpupoold.config.schema import Settings
-from gpupoold.config.sections import ServerSettings
+from gpupoold.config.sections import FrontendSettings
 from gpupoold.control.processes.child import Calls, Child, ForkServer
 from gpupoold.control.processes.supervised import (
     REAL_TIME,
@@ -24,11 +24,9 @@ from gpupoold.control.processes.supervised import (
     Supervised,
     Timing,
     Watch,
-    reconfigure,
 )
 from gpupoold.errors import Failed
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
-from gpupoold.system.process import as_words
 from gpupoold.system.systemd import KeptSocket
 from gpupoold.wire import messages as m
 
@@ -262,26 +260,20 @@ class Frontend(Supervised[m.FromFrontend]):
             raise error from None
 
     async def _launch(self) -> Child[m.FromFrontend]:
-        settings, known = self._settings, reconfigure(self._settings)
+        settings = self._settings
+        own = FrontendSettings(
+            number=self.number,
+            log_level=settings.log.level,
+            refuses_at_end=not isinstance(self._listener, KeptSocket),
+            server=settings.server,
+            traces=settings.traces,
+            batches=settings.batches,
+            batches_folder=settings.paths.state_dir / "batches",
+        )
         return await Child.start(
             self.name,
             "gpupoold.frontend",
-            as_words(
-                {
-                    "--number": self.number,
-                    "--log-level": settings.log.level,
-                    "--max-body-bytes": known.max_body_bytes,
-                    "--max-live-requests": known.max_live_requests,
-                    "--max-bytes-in-flight": known.max_bytes_in_flight,
-                    "--wait-comments-s": known.wait_comments_s,
-                    "--traces-endpoint": settings.traces.endpoint,
-                    "--traces-share": settings.traces.share,
-                    "--refuses-at-end": int(not isinstance(self._listener, KeptSocket)),
-                    **_tls_options(settings.server),
-                    "--batches-folder": settings.paths.state_dir / "batches",
-                    "--batches": settings.batches.model_dump_json(by_alias=True),
-                }
-            ),
+            ["--settings", own.model_dump_json(by_alias=True)],
             m.FromFrontend,
             self.log_path,
             fd_options={"--listen-fd": self._listener.fileno()},
@@ -340,9 +332,3 @@ class Frontend(Supervised[m.FromFrontend]):
             _logger.exception("building the metrics failed")
         else:
             self.send(m.MetricsText(call_id, text))
-
-
-def _tls_options(server: ServerSettings) -> dict[str, object]:
-    if server.tls_cert is None:
-        return {}
-    return {"--tls-cert": server.tls_cert, "--tls-key": server.tls_key}

@@ -136,14 +136,14 @@ _BATCH_PATTERNS = {
 
 @dataclass(slots=True)
 class Bounds:
-    """Limits of live requests and bytes; may change at any time.
+    """Limits of live requests and bytes; may change at any time, and are 0 until the daemon tells.
 
     ``max_live_requests`` is per model, ``in_flight`` for this process.
     """
 
-    max_body_bytes: int
-    max_live_requests: int
-    in_flight: BytesInFlight
+    max_body_bytes: int = 0
+    max_live_requests: int = 0
+    in_flight: BytesInFlight = field(default_factory=lambda: BytesInFlight(0))
     hold_until_s: float = 0.0
     """The end of the time, on the monotonic clock, in which requests wait for their model."""
 

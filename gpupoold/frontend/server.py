@@ -11,9 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +21,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from gpupoold.access.tls import Tls
-from gpupoold.config.sections import BatchSettings
+from gpupoold.config.sections import FrontendSettings, ServerSettings
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.frontend.answer_fields import with_errors_of
 from gpupoold.frontend.batches.service import BatchService
@@ -88,56 +86,30 @@ _BODY_TIMEOUT_S = 5.0
 _RETRY_STOPPING_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class FrontendSettings:
-    """A frontend's parameters from the daemon; the frontend owns the descriptors.
-
-    All frontends share the listening socket; ``number`` distinguishes frontends. With
-    ``refuses_at_end``, a stopping frontend answers new connections with 503. The first frontend
-    runs the batches in ``batches_folder``, None without batches.
-    """
-
-    wire_fd: int
-    listen_fd: int
-    log_level: str
-    max_body_bytes: int
-    max_live_requests: int
-    max_bytes_in_flight: int
-    wait_comments_s: float = 0.0
-    traces_endpoint: str = ""
-    traces_share: float = 1.0
-    number: int = 0
-    parent_pid: int | None = None
-    refuses_at_end: bool = False
-    tls: Tls | None = None
-    batches: BatchSettings = field(default_factory=BatchSettings)
-    batches_folder: Path | None = None
-
-
 class FrontendServer:
     """Connects the catalogue, the mounts and the HTTP server; one per process."""
 
-    def __init__(self, settings: FrontendSettings, checker: RunningChecker | None = None) -> None:
-        """``checker`` is a grammar checker; None starts one on first use."""
+    def __init__(
+        self, settings: FrontendSettings, wire_fd: int, listen_fd: int, checker: RunningChecker
+    ) -> None:
+        """The frontend owns the descriptors; all frontends share the listening socket."""
         self._settings = settings
+        self._listen_fd = listen_fd
+        self._tls = tls_of(settings.server)
         self._vetting = GrammarVetting(settings.log_level, checker)
-        wire = socket.socket(fileno=settings.wire_fd)
+        wire = socket.socket(fileno=wire_fd)
         self._channel: AsyncChannel[ToFrontend] = AsyncChannel(wire, ToFrontend)
         self._catalog = Catalog()
-        self._waits = WaitComments(self._channel.send, settings.wait_comments_s)
+        self._waits = WaitComments(self._channel.send, 0.0)
         self._gates = Gates(self._waits)
         self._metrics = MetricsCalls(self._channel.send)
         self._rates = RateCalls(self._channel.send)
         self._callers = Callers(self._rates)
-        self._bounds = Bounds(
-            settings.max_body_bytes,
-            settings.max_live_requests,
-            BytesInFlight(settings.max_bytes_in_flight),
-        )
+        self._bounds = Bounds()
         self._collector = Collector(self._bounds.in_flight)
         self._mounts = Mounts(self._collector.note_garbage)
         self._fleet_calls = FleetCalls()
-        self._traces = Traces(settings.traces_endpoint, settings.traces_share)
+        self._traces = Traces(settings.traces.endpoint, settings.traces.share)
         self._batches = (
             None
             if settings.batches_folder is None
@@ -181,7 +153,7 @@ class FrontendServer:
         if not leaving.done():
             leaving.cancel()
             await serving
-            raise OSError(f"cannot serve on descriptor {self._settings.listen_fd}")
+            raise OSError(f"cannot serve on descriptor {self._listen_fd}")
         batches.cancel()
         await asyncio.wait({batches}, timeout=_CLOSING_S)
         grace_s = leaving.result()
@@ -211,12 +183,12 @@ class FrontendServer:
 
     async def _serve_when_told(self, server: HttpServer) -> None:
         """Accept connections on the daemon's order, until the server exits."""
-        listener = socket.socket(fileno=self._settings.listen_fd)
+        listener = socket.socket(fileno=self._listen_fd)
         await self._may_accept.wait()
         await server.serve(sockets=[listener])
 
     def _http_server(self) -> HttpServer:
-        tls = self._settings.tls
+        tls = self._tls
         refusing = None
         if self._settings.refuses_at_end:
             refusing = http_config(Cors(refuse_stopping, self._callers), tls)
@@ -289,8 +261,8 @@ class FrontendServer:
         """Answer a ping, and make the periodic reports and checks."""
         self._channel.send(Pong(self._lags_s.copy(), self._mounts.take_paced_gaps()))
         self._lags_s.clear()
-        if self._settings.tls is not None:
-            self._settings.tls.renew()
+        if self._tls is not None:
+            self._tls.renew()
         report = self._callers.report()
         if report is not None:
             self._channel.send(report)
@@ -427,6 +399,13 @@ class Collector:
         if is_due:
             self._last_s = now_s
         return is_due
+
+
+def tls_of(server: ServerSettings) -> Tls | None:
+    """Return the certificate of a server with HTTPS."""
+    if server.tls_cert is None or server.tls_key is None:
+        return None
+    return Tls(server.tls_cert, server.tls_key)
 
 
 def http_config(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:

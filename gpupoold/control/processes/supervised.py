@@ -161,11 +161,9 @@ class Supervised(ABC, Generic[M]):
 
     async def _run_once(self) -> bool:
         """Run one process to its end; return whether the end is excused."""
-        known = reconfigure(self._settings)
         child = self._child = await self._launch()
         self.watch = Watch(self._timing.clock())
-        if reconfigure(self._settings) != known:
-            self.reconfigure()  # the configuration has changed during the start
+        self.reconfigure()
         await self._receive(child, self.watch)
         death = self._death(await child.ended(), self._ended_for)
         self._child, self.watch, self._ended_for = None, None, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from gpupoold.config.schema import Settings
-from gpupoold.config.sections import BatchSettings, LimitSettings, ServerSettings
+from gpupoold.config.sections import BatchSettings, LimitSettings, ServerSettings, TracesSettings
 from gpupoold.control import frontends as frontend_module
 from gpupoold.control.frontends import Frontend, Frontends, NotMounted
 from gpupoold.control.processes.child import ForkServer, Launch
@@ -36,7 +37,7 @@ class FakeProcess:
     ) -> None:
         self.pid = next(_pids)
         options = launch.arguments
-        self.number = int(options[options.index("--number") + 1])
+        self.number = json.loads(options[options.index("--settings") + 1])["number"]
         self._mounts = mounts
         wire = socket.socket(fileno=os.dup(launch.fd_options["--wire-fd"]))
         self.channel: AsyncChannel[Any] = AsyncChannel(wire, m.ToFrontend)
@@ -94,7 +95,7 @@ class Box:
             server=server,
             log=SimpleNamespace(level="info"),
             memory=SimpleNamespace(self_check_interval=0),
-            traces=SimpleNamespace(endpoint="", share=1.0),
+            traces=TracesSettings(),
             limits=LimitSettings(),
             batches=BatchSettings(),
             paths=SimpleNamespace(log_dir=folder, state_dir=folder),

@@ -6,21 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpupoold.frontend.__main__ import parse_arguments
-from gpupoold.frontend.server import FrontendSettings
+from gpupoold.config.sections import BatchSettings, FrontendSettings, ServerSettings
+from gpupoold.frontend.__main__ import argument_parser
 
 
-def test_arguments() -> None:
-    given = ["--wire-fd", "3", "--listen-fd", "4", "--log-level", "debug", "--max-body-bytes", "9"]
-    given += ["--max-live-requests", "7", "--max-bytes-in-flight", "90"]
-    assert parse_arguments(given) == FrontendSettings(
-        wire_fd=3,
-        listen_fd=4,
-        log_level="debug",
-        max_body_bytes=9,
-        max_live_requests=7,
-        max_bytes_in_flight=90,
+def test_settings_travel_as_json() -> None:
+    server = ServerSettings.model_validate(
+        {"tls_cert": "/a.pem", "tls_key": "/b.pem", "wait_comments": 0.5, "max_body": 9}
     )
+    batches = BatchSettings.model_validate({"keep": 60.0, "max_file_bytes": 7})
+    folder = Path("/state/batches")
+    sent = FrontendSettings(number=3, server=server, batches=batches, batches_folder=folder)
+    given = ["--wire-fd", "3", "--listen-fd", "4", "--settings"]
+    found = argument_parser().parse_args([*given, sent.model_dump_json(by_alias=True)])
+    assert found.settings == sent
 
 
 def test_only_the_adapter_imports_the_engine() -> None:

@@ -13,9 +13,11 @@ request over a bound ends alone.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -78,6 +80,8 @@ _calls = GrammarCalls()
 _first_calls = GrammarCalls()  # of compiling threads, one at a time
 _first_calls_lock = threading.Lock()
 _MAX_KNOWN = 256
+_NUM_THREADS = max(1, (os.cpu_count() or 1) // 2)
+"""Compiling threads of a backend, as of vLLM's manager."""
 
 
 class GrammarRefusal(NamedTuple):
@@ -94,12 +98,14 @@ class GrammarRefusal(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Backend:
-    """A backend of one engine, with the cache of its compiler.
+    """A backend of one engine, with the cache of its compiler, and compiling threads of its own.
 
-    The first compiling thread makes the backend; vLLM would make the backend between two steps.
+    A costly grammar delays no grammar of another backend. The first compiling thread makes the
+    backend; vLLM would make the backend between two steps.
     """
 
     name: str
+    executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_NUM_THREADS))
     backend: Any = None
     making: threading.Lock = field(default_factory=threading.Lock)
 
@@ -139,10 +145,16 @@ class EngineGrammars(StructuredOutputManager):
         structured = request.sampling_params and request.sampling_params.structured_outputs
         if request.structured_output_request is None or not structured:
             return
-        name = str(structured._backend)
-        backend = self._by_backend.setdefault(name, _Backend(name))
-        compiling = self.executor.submit(self._compile, request, backend)
+        backend = self._backend_of(request)
+        compiling = backend.executor.submit(self._compile, request, backend)
         request.structured_output_request.grammar = compiling
+
+    def _backend_of(self, request: Request) -> _Backend:
+        assert request.sampling_params is not None
+        name = str(request.sampling_params.structured_outputs._backend)
+        if name not in self._by_backend:
+            self._by_backend[name] = _Backend(name)
+        return self._by_backend[name]
 
     def _compile(self, request: Request, made: _Backend) -> StructuredOutputGrammar:
         lower_priority(GRAMMAR_NICENESS)  # this thread only compiles
@@ -214,7 +226,8 @@ class EngineGrammars(StructuredOutputManager):
         grammar.has_taken_up = True
         structured = request.structured_output_request
         assert structured is not None
-        structured.grammar = self.executor.submit(self._take_all, request, grammar)
+        executor = self._backend_of(request).executor
+        structured.grammar = executor.submit(self._take_all, request, grammar)
         return False
 
     def _take_all(self, request: Request, grammar: BoundedGrammar) -> StructuredOutputGrammar:
@@ -324,12 +337,13 @@ class EngineGrammars(StructuredOutputManager):
         if not self._by_backend:
             super().clear_backend()
             return
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        for one in self._by_backend.values():
+            one.executor.shutdown(wait=False, cancel_futures=True)
         threading.Thread(target=self._end, name="grammars-end", daemon=True).start()
 
     def _end(self) -> None:
-        self.executor.shutdown()
         for one in self._by_backend.values():
+            one.executor.shutdown()
             _caches.forget(one)  # threads of other engines read the size of each cache
             if one.backend is not None:
                 one.backend.destroy()

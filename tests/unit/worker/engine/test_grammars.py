@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
+from gpupoold.grammar_backends import make_backend
 from gpupoold.worker.engine import bounded_grammars, grammars as worker_grammars
 from gpupoold.worker.engine.bounded_grammars import GrammarOverBound
 from gpupoold.worker.engine.grammars import EngineGrammars, GrammarCaches
@@ -175,13 +176,36 @@ def test_each_grammar_by_its_own_backend(caches: GrammarCaches, grammars: Engine
     ):
         found.append(type(compiled(grammars, one).inner))
     assert found == [XgrammarGrammar, GuidanceGrammar, XgrammarGrammar]
-    niceness = grammars.executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result(60)
+    executor = grammars._by_backend["xgrammar"].executor
+    niceness = executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result(60)
     assert niceness > os.getpriority(os.PRIO_PROCESS, 0), "steps go before grammars"
     grammars.clear_backend()
     assert grammars.backend is None
     wait_until_ended()
     other: Any = Cache()
     caches.used(other)  # asks all engines' for their sizes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_costly_grammar_delays_no_other_backend(
+    caches: GrammarCaches, grammars: EngineGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_compile = threading.Event()
+
+    def make(name: str, *arguments: Any) -> Any:
+        if name == "xgrammar":
+            assert may_compile.wait(60)
+        return make_backend(name, *arguments)
+
+    monkeypatch.setattr(worker_grammars, "make_backend", make)
+    costly = [request("xgrammar", regex="a") for _ in range(os.cpu_count() or 1)]
+    for one in costly:
+        grammars.grammar_init(one)
+    assert isinstance(compiled(grammars, request("guidance", regex="b")).inner, GuidanceGrammar)
+    may_compile.set()
+    assert all(isinstance(compiled_again(one).inner, XgrammarGrammar) for one in costly)
+    grammars.clear_backend()
+    wait_until_ended()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,7 +12,7 @@ import ipaddress
 import time
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -242,22 +242,22 @@ def _caller(key: KeyRecord, share_prefixes: bool) -> Caller:
 
 
 class Cors:
-    """An ASGI application around ``app``; ``permitted`` may change at any time.
+    """An ASGI application around ``app``; ``callers`` may change at any time.
 
     The middleware is in front of the router: a preflight has no key, and an error before the
     model's API needs the headers too, or a page would see a network error instead of the message.
     """
 
-    def __init__(self, app: ASGIApp, permitted: Permitted) -> None:
+    def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app = app
-        self._permitted = permitted
+        self._callers = callers
         self._origins: Collection[str] = ()
         self._middleware: ASGIApp = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the preflight of an allowed origin; else pass the request on."""
-        if self._permitted.allowed_origins != self._origins:
-            self._build(self._permitted.allowed_origins)
+        if self._callers.allowed_origins != self._origins:
+            self._build(self._callers.allowed_origins)
         app = self._app if self._is_foreign_preflight(scope) else self._middleware
         await app(scope, receive, send)
 
@@ -282,30 +282,22 @@ class Cors:
         if scope["method"] != "OPTIONS":
             return False
         origins = [value for name, value in scope["headers"] if name == b"origin"]
-        return not all(is_allowed(origin.decode("latin-1"), self._permitted) for origin in origins)
+        return not all(is_allowed(origin.decode("latin-1"), self._callers) for origin in origins)
 
 
-class Permitted(Protocol):
-    """The names and origins of the configuration.
+def check_host(headers: Headers, callers: Callers) -> None:
+    """Check that a request was meant for this server.
 
     A page of another site can make a visitor's browser send requests to a loopback address:
     directly, with the page's ``Origin``, or as the page's own site after its name has been pointed
     at 127.0.0.1 (DNS rebinding), with that name as ``Host``. Neither can send an unknown key.
-    """
-
-    host_names: frozenset[str]
-    allowed_origins: frozenset[str]
-
-
-def check_host(headers: Headers, permitted: Permitted) -> None:
-    """Check that a request was meant for this server.
 
     ``Host`` must be a loopback address, ``localhost`` or one of ``host_names`` (lower case). A
     request without ``Host`` (HTTP/1.0) does not come from a browser.
     """
     for name, value in headers:
         text = value.decode("latin-1").strip()
-        if name == b"host" and not _is_ours(f"//{text}", permitted.host_names):
+        if name == b"host" and not _is_ours(f"//{text}", callers.host_names):
             raise ApiError(
                 421,
                 f"The Host header is {short(text)!r}, which this server does not answer without an "
@@ -313,7 +305,7 @@ def check_host(headers: Headers, permitted: Permitted) -> None:
             )
 
 
-def check_origin(headers: Headers, permitted: Permitted) -> None:
+def check_origin(headers: Headers, callers: Callers) -> None:
     """Check that a request was not sent by another site's page.
 
     The host of ``Origin``, if present, must be as for :func:`check_host`, or the origin one of
@@ -322,9 +314,9 @@ def check_origin(headers: Headers, permitted: Permitted) -> None:
     """
     for name, value in headers:
         text = value.decode("latin-1").strip()
-        if name != b"origin" or not _is_of_a_page(text) or is_allowed(text, permitted):
+        if name != b"origin" or not _is_of_a_page(text) or is_allowed(text, callers):
             continue
-        if not _is_ours(text, permitted.host_names):
+        if not _is_ours(text, callers.host_names):
             raise ApiError(
                 403,
                 f"The Origin header is {short(text)!r}: pages of other sites have no access "
@@ -333,9 +325,9 @@ def check_origin(headers: Headers, permitted: Permitted) -> None:
             )
 
 
-def is_allowed(origin: str, permitted: Permitted) -> bool:
+def is_allowed(origin: str, callers: Callers) -> bool:
     """Return whether the configuration gives pages of this origin access."""
-    return origin in permitted.allowed_origins or ANY_ORIGIN in permitted.allowed_origins
+    return origin in callers.allowed_origins or ANY_ORIGIN in callers.allowed_origins
 
 
 def _is_of_a_page(origin: str) -> bool:

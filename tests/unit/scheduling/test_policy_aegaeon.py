@@ -104,7 +104,7 @@ ARRIVALS = st.tuples(
 PREFILLS = st.tuples(st.integers(0, 9), st.integers(0, 3))  # so many on a device
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.integers(1, 4), st.lists(st.tuples(PREFILLS, ARRIVALS), max_size=30))
 def test_algorithm_1_is_the_papers(
     num_prefill: int, story: list[tuple[tuple[int, int], tuple[int, str, int]]]

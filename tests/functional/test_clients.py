@@ -101,7 +101,7 @@ def assert_at_once(client: Any, url: str) -> None:
     ("script", "module"),
     [
         ("openai_chat", "openai"),
-        ("anthropic_messages", "anthropic"),
+        pytest.param("anthropic_messages", "anthropic", marks=pytest.mark.slow),
         ("langchain_chain", "langchain_openai"),
     ],
 )

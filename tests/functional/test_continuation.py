@@ -49,7 +49,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ids of an answer": (COMPLETIONS, {"prompt": "Sea", "return_token_ids": True}),
 }
-QUICK = ("chat", "usage", "grammar", "samples", "logprobs")
+QUICK = ("chat", "grammar", "samples", "logprobs")
 
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

@@ -104,7 +104,10 @@ def weight_bytes_sent(hub: FakeHub) -> int:
 
 @pytest.mark.parametrize(
     ("source", "reason"),
-    [("org/unknown", "NoSuchForCausalLM|no-such"), ("org/method", "no-such-method")],
+    [
+        ("org/unknown", "NoSuchForCausalLM|no-such"),
+        pytest.param("org/method", "no-such-method", marks=pytest.mark.slow),
+    ],
 )
 def test_vllm_refuses_before_the_weights(
     daemon: PrivateDaemon, hub: FakeHub, source: str, reason: str

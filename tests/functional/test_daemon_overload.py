@@ -61,7 +61,7 @@ async def flood(daemon: PrivateDaemon, count: int, **more: Any) -> list[httpx.Re
         return await asyncio.gather(*asked)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_more_than_the_bound_are_taken(box: PrivateDaemon, stream: bool) -> None:
     num_refused = usage(box, ONE).refused
     answers = asyncio.run(flood(box, 40, stream=stream))

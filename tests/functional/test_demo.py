@@ -23,6 +23,7 @@ model_cache = 0
 """
 
 
+@pytest.mark.slow
 def test_the_kill_hits_answers_that_continue_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,9 +118,11 @@ async def test_a_word_overrides_a_found_parser(daemon: PrivateDaemon) -> None:
     ("options", "message"),
     [
         ({"max_num_seqs": "many"}, "max-num-seqs"),
-        ({"block_size": "64"}, "block_size"),
+        pytest.param({"block_size": "64"}, "block_size", marks=pytest.mark.slow),
         ({"quantization": "awq"}, "awq"),
-        ({"tool_call_parser": "no-such-parser"}, "no-such-parser"),
+        pytest.param(
+            {"tool_call_parser": "no-such-parser"}, "no-such-parser", marks=pytest.mark.slow
+        ),
         ({"tool_call_parser": "mistral"}, "could not locate the tool call token"),
     ],
 )

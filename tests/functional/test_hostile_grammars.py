@@ -226,12 +226,12 @@ def test_within_bounds_but_useless(peer: EnginePeer) -> None:
             assert reason in message, name
 
 
-def test_costly(peer: EnginePeer) -> None:
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_costly(peer: EnginePeer, stream: bool) -> None:
     """Nobody streams: on a busy machine the check may not get its CPU time before it is late."""
-    for stream in (False, True):
-        answer = complete(peer, {"json": COSTLY}, stream=stream)
-        assert answer.status_code == 400, answer.text
-        assert "takes more CPU time than a request may use" in answer.json()["error"]["message"]
+    answer = complete(peer, {"json": COSTLY}, stream=stream)
+    assert answer.status_code == 400, answer.text
+    assert "takes more CPU time than a request may use" in answer.json()["error"]["message"]
 
 
 def test_ordinary_schema(peer: EnginePeer) -> None:

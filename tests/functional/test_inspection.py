@@ -181,7 +181,9 @@ def large_json(file: Path) -> None:
     file.write_text('{"a": [' + "[]," * 20_000_000 + "[]]}")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", pytest.param("tokenizer_config.json", marks=pytest.mark.slow)]
+)
 async def test_sixty_megabytes_of_json_are_not_read(
     name: str, inspector: Inspector, copy: Path
 ) -> None:

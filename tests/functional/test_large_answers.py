@@ -137,7 +137,7 @@ def test_a_neighbour_streams_on(box: PrivateDaemon) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("encoding", ["float", "base64"])
+@pytest.mark.parametrize("encoding", ["float", pytest.param("base64", marks=pytest.mark.slow)])
 def test_as_many_inputs_as_openai_takes(box: PrivateDaemon, encoding: str) -> None:
     inputs = [f"text {number}" for number in range(2_048)]
     fields = {"model": EMBEDDER, "encoding_format": encoding}
@@ -171,6 +171,7 @@ def test_one_text_beyond_the_model_s_context_is_refused_by_the_model(box: Privat
     assert "context" in answer.text or "maximum" in answer.text
 
 
+@pytest.mark.slow
 def test_documents_to_rank(box: PrivateDaemon) -> None:
     documents = [f"text {number}" for number in range(2_048)]
     answer = post(box, "/v1/rerank", model=EMBEDDER, query="text 7", documents=documents)

@@ -77,6 +77,7 @@ class TestWheel:
         assert own == sources()
         assert {"gpupoold/latency/hardware.toml", "gpupool_state/schema.py"} < own
 
+    @pytest.mark.slow
     def test_equal_sources_give_equal_bytes(self, wheel: Path, tmp_path: Path) -> None:
         digests = {
             hashlib.sha256(one.read_bytes()).digest() for one in (wheel, make_wheel(tmp_path))

@@ -14,7 +14,10 @@ from tests.support.programs import run_command
 
 @pytest.mark.parametrize(
     "arguments",
-    [["list"], ["show", "one", "--json"], ["show", "nothing"], ["set", "one"], ["no-command"]],
+    [
+        *(["list"], ["show", "one", "--json"], ["show", "nothing"]),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (["set", "one"], ["no-command"])),
+    ],
     ids=" ".join,
 )
 def test_a_fork_does_what_a_command_does(sim_box: PrivateDaemon, arguments: list[str]) -> None:

@@ -51,6 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+SLOW = {"seeded-nucleus", "bad-words", "seeded-grammar"}
+
+
 @pytest.fixture(scope="module")
 def thinker(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose tokenizer has <think> and </think> in place of other tokens."""
@@ -79,7 +82,9 @@ def prompt(index: int) -> list[int]:
     return [rng.randrange(300, 1900) for _ in range(5 + 40 * index)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
 def test_the_same_tokens_from_any_point_on(peer: WorkerPeer, case: str) -> None:
     sampling = {"max_tokens": NUM_TOKENS} | CASES[case]
     whole: dict[tuple[str, int], list[int]] = {}

@@ -22,7 +22,7 @@ from tests.functional.daemon_tools import admin_http, ps, sim_daemon, until
 
 MODELS = ("one", "two")
 CONFIG = 'devices = ["sim:2xA100"]\n'
-NUM_MALFORMED_REQUESTS = 1_000
+NUM_MALFORMED_REQUESTS = 700
 NUM_NEAR_LIMITS = 80
 # Far more than a stream pauses for on a slow machine, far less than an event loop that is held.
 PAUSE_S = 5.0

@@ -138,7 +138,7 @@ def test_a_burst_leaves_an_idle_model_its_weights(tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=12,
+    max_examples=8,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())

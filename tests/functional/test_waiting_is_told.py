@@ -21,7 +21,7 @@ kind = "sim"
 gpu = "A10"
 """
 # Prompts that keep an A10 busy for seconds.
-_NUM_PROMPTS, _PROMPT_TOKENS = 3, 3900
+_NUM_PROMPTS, _PROMPT_TOKENS = 3, 2900
 _COMMENT = re.compile(r": gpupool waiting place=(\d+) estimate_s=(\d+\.\d)")
 
 
@@ -80,6 +80,7 @@ def test_a_waiting_stream_is_told_its_place_and_time(box: PrivateDaemon) -> None
     assert found[-1] == "data: [DONE]"
 
 
+@pytest.mark.slow
 def test_a_header_declines_comments(box: PrivateDaemon) -> None:
     found = asyncio.run(lines(box, {"X-Gpupool-Waiting": "off"}))
     assert not any(line.startswith(":") for line in found)

@@ -107,6 +107,7 @@ def _load_command() -> None:
 
     root: Any = get_command(app)
     list(root.commands.values())  # imports every command
+    importlib.import_module("httpcore")  # by a client's first connection
 
 
 def _load_daemon() -> None:

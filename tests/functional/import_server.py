@@ -1,7 +1,7 @@
 """A process that has imported vLLM, and forks the processes of tests that would import vLLM.
 
-Every daemon's fork server imports vLLM, nine seconds of a core; the functional tests start about
-eighty daemons, and workers and frontends without a daemon. ``imported/sitecustomize.py`` is on the
+Every daemon's fork server imports vLLM, nine seconds of a core; the functional tests start tens
+of daemons, and workers and frontends without a daemon. ``imported/sitecustomize.py`` is on the
 path of these: a process that begins asks for a fork of this process, with its own descriptors,
 arguments and environment, and stays as a proxy that ends with the fork and the fork with it. A
 process whose environment may change what vLLM does at its import gets no fork, and imports.

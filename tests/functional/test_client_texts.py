@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from benchmarks.private_daemon import PrivateDaemon
-from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS, emulated_config, private_daemon
+from tests.functional.daemon_tools import LLAMA, LOAD_OPTIONS
 
 MESSAGES = [{"role": "user", "content": "x"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -25,18 +25,19 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def failed(
-    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    shared_pool: PrivateDaemon,
+    tiny_models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[PrivateDaemon, Path]]:
     """A daemon with a model whose weights have gone, and the model's folder."""
-    folder = tmp_path_factory.mktemp("texts")
-    checkpoint = folder / "secret-folder"
+    checkpoint = tmp_path_factory.mktemp("texts") / "secret-folder"
     shutil.copytree(tiny_models[LLAMA], checkpoint)
-    with private_daemon(emulated_config(256 << 20), folder / "daemon") as daemon:
-        daemon.add_model("bad", checkpoint, **LOAD_OPTIONS)
-        with daemon.client() as client:
-            client.unload("bad")
+    shared_pool.add_model("bad", checkpoint, **LOAD_OPTIONS)
+    with shared_pool.client() as client:
+        client.unload("bad")
         (checkpoint / "model.safetensors").unlink()
-        yield daemon, checkpoint
+        yield shared_pool, checkpoint
+        client.remove_model("bad", "force")
 
 
 def test_no_text_for_clients_names_the_folder(failed: tuple[PrivateDaemon, Path]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,13 +13,9 @@ from gpupoold.api.schemas_models import AddPresetRequest, SetModelRequest
 from gpupoold.errors import NoSuchModel, Refused, UsageError
 from tests.functional.daemon_tools import (
     LLAMA,
-    LOAD_OPTIONS,
     check,
-    emulated_config,
-    private_daemon,
     ps,
     until,
-    weight_bytes,
 )
 
 CHAT = "/v1/chat/completions"
@@ -28,16 +23,13 @@ USER = [{"role": "user", "content": "Name a tool."}]
 
 
 @pytest.fixture(scope="module")
-def daemon(
-    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[PrivateDaemon]:
-    device_bytes = 3 * weight_bytes(tiny_models[LLAMA])
-    folder = tmp_path_factory.mktemp("presets")
-    with private_daemon(emulated_config(device_bytes), folder) as daemon:
-        daemon.add_model(LLAMA, tiny_models[LLAMA], **LOAD_OPTIONS)
-        yield daemon
-        until(lambda: not ps(daemon).requests)
-        check(daemon)
+def daemon(shared_pool: PrivateDaemon) -> Iterator[PrivateDaemon]:
+    yield shared_pool
+    until(lambda: not ps(shared_pool).requests)
+    check(shared_pool)
+    with shared_pool.client() as client:
+        for preset in client.model(LLAMA).presets:
+            client.remove_model(preset.name)
 
 
 @pytest.fixture(scope="module")

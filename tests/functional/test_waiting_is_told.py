@@ -21,7 +21,7 @@ kind = "sim"
 gpu = "A10"
 """
 # Prompts that keep an A10 busy for seconds.
-_NUM_PROMPTS, _PROMPT_TOKENS = 3, 2900
+_NUM_PROMPTS, _PROMPT_TOKENS = 3, 3900
 _COMMENT = re.compile(r": gpupool waiting place=(\d+) estimate_s=(\d+\.\d)")
 
 
@@ -44,7 +44,7 @@ async def busy(box: PrivateDaemon, client: httpx.AsyncClient) -> AsyncIterator[N
     asked = [
         asyncio.create_task(client.post(url, json=body(number))) for number in range(_NUM_PROMPTS)
     ]
-    while len(ps(box).requests) < _NUM_PROMPTS:
+    while len(ps(box).requests) < _NUM_PROMPTS and not any(task.done() for task in asked):
         await asyncio.sleep(0.02)
     yield
     for answer in await asyncio.gather(*asked):

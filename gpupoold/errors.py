@@ -4,6 +4,7 @@ GpupoolError
 ├── ClientError            the caller can correct the cause
 │   ├── UsageError         malformed or contradictory input      (exit 2, HTTP 400)
 │   ├── ConfigError        the configuration file is wrong       (exit 2)
+│   │   └── SettingError   this machine cannot have a setting    (exit 2)
 │   ├── NoSuchModel        name not in the registry              (exit 4, HTTP 404)
 │   ├── NoSuchKey          no API key has that name              (exit 4, HTTP 404)
 │   ├── NoSuchRequest      no such live request                  (exit 4, HTTP 404)
@@ -57,6 +58,15 @@ class ConfigError(ClientError):
     code = "config"
     exit_code = 2
     http_status = 400
+
+
+class SettingError(ConfigError):
+    """A setting that this machine cannot have; ``key`` is the dotted key to change."""
+
+    def __init__(self, key: str, what: str, hint: str) -> None:
+        super().__init__(f"{key}: {what}", hint)
+        self.key = key
+        self.what = what
 
 
 class NoSuchModel(ClientError):

@@ -15,10 +15,10 @@ from gpupool_cli.diagnostics import ExitCode, say
 from gpupool_cli.options import JsonOption, open_client
 from gpupool_cli.output import NOTHING, Column, columns
 from gpupoold.api.schemas import ChangeInfo, ConfigInfo, SettingInfo
-from gpupoold.config.file import PlacedProblem, check_on_machine, check_text, parsed_file
+from gpupoold.config.file import check_on_machine, check_text, parsed_file
 from gpupoold.config.fitting import fitted
 from gpupoold.config.keys import config_info
-from gpupoold.config.schema import chosen_path, read_text
+from gpupoold.config.schema import Problem, chosen_path, read_text
 from gpupoold.doctor.checks import Check, Verdict
 from gpupoold.doctor.machine import find_machine
 
@@ -141,16 +141,15 @@ def _row(change: ChangeInfo) -> list[str]:
     return [change.key, *shown, _EFFECTS[change.effect]]
 
 
-def _print_problem(path: Path, one: PlacedProblem) -> None:
+def _print_problem(path: Path, one: Problem) -> None:
     place = str(path) if one.line is None else f"{path}:{one.line}"
-    output.print_line(f"{place}: {one.problem}")
-    if one.problem.hint:
-        output.print_line(f"    {one.problem.hint}")
+    output.print_line(f"{place}: {one}")
+    if one.hint:
+        output.print_line(f"    {one.hint}")
 
 
-def _problem_fields(one: PlacedProblem) -> dict[str, object]:
-    problem = one.problem
-    return {"key": problem.key, "line": one.line, "problem": problem.what, "hint": problem.hint}
+def _problem_fields(one: Problem) -> dict[str, object]:
+    return {"key": one.key, "line": one.line, "problem": one.what, "hint": one.hint}
 
 
 def _named(path: str | None) -> str:

@@ -8,21 +8,12 @@ import stat
 from datetime import UTC, datetime
 from pathlib import Path
 
-from gpupoold.errors import ConfigError
+from gpupoold.errors import ConfigError, SettingError
 
 _logger = logging.getLogger(__name__)
 
 # Modification time, size and inode of a file; a renewed file differs in at least one value.
 _Stamp = tuple[tuple[int, int, int], ...]
-
-
-class TlsError(ConfigError):
-    """An error in the file that the key ``server.<key>`` names."""
-
-    def __init__(self, key: str, what: str, hint: str) -> None:
-        super().__init__(f"server.{key}: {what}", hint)
-        self.key = key
-        self.what = what
 
 
 class Tls:
@@ -75,20 +66,22 @@ def check_files(certificate: Path, key: Path) -> datetime:
     """Check that a server can use these PEM files; return the time when the certificate expires.
 
     Raises:
-        TlsError: a file cannot be read, the files do not match, the certificate is not valid now,
-            or other users may read the key.
+        SettingError: a file cannot be read, the files do not match, the certificate is not valid
+            now, or other users may read the key.
     """
-    _check_readable(key, "tls_key")
+    _check_readable(key, "server.tls_key")
     if key.stat().st_mode & stat.S_IROTH:
-        raise TlsError("tls_key", f"everyone can read {key}", f"restrict the file: chmod o= {key}")
-    _check_readable(certificate, "tls_cert")
+        raise SettingError(
+            "server.tls_key", f"everyone can read {key}", f"restrict the file: chmod o= {key}"
+        )
+    _check_readable(certificate, "server.tls_cert")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, no_password)
     except ssl.SSLError as error:
-        raise TlsError(*_explained(error, certificate, key)) from error
+        raise SettingError(*_explained(error, certificate, key)) from error
     except _HasPassword:
-        raise TlsError(
-            "tls_key",
+        raise SettingError(
+            "server.tls_key",
             f"{key} is encrypted, and the daemon has no password",
             f"decrypt the file: openssl pkey -in {key} -out NEW, and keep NEW secret",
         ) from None
@@ -100,7 +93,7 @@ def _check_readable(path: Path, name: str) -> None:
         with path.open("rb"):
             pass
     except OSError as error:
-        raise TlsError(
+        raise SettingError(
             name,
             f"{path} cannot be read: {error.strerror}",
             "name a PEM file readable by gpupoold's user",
@@ -119,12 +112,12 @@ def no_password() -> str:
 def _explained(error: ssl.SSLError, certificate: Path, key: Path) -> tuple[str, str, str]:
     if error.reason == "KEY_VALUES_MISMATCH":
         return (
-            "tls_key",
+            "server.tls_key",
             f"{key} is not the key of the certificate {certificate}",
             "name the two files of one pair",
         )
     return (
-        "tls_cert",
+        "server.tls_cert",
         f"{certificate} and {key} are no certificate and key in PEM form: {error.reason or error}",
         "the server's certificate comes first in the file, then the certificates of its issuers",
     )
@@ -137,8 +130,8 @@ def _check_dates(certificate: Path) -> datetime:
     first = x509.load_pem_x509_certificates(certificate.read_bytes())[0]
     now = datetime.now(UTC)
     if not first.not_valid_before_utc <= now <= first.not_valid_after_utc:
-        raise TlsError(
-            "tls_cert",
+        raise SettingError(
+            "server.tls_cert",
             f"{certificate} is valid from {first.not_valid_before_utc:%Y-%m-%d}"
             f" to {first.not_valid_after_utc:%Y-%m-%d}, not now",
             "renew the certificate, or set this machine's clock",

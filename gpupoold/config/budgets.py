@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from gpupoold.config.machine import Machine, MachineDevice, MachineError
+from gpupoold.config.machine import Machine, MachineDevice
 from gpupoold.config.sections import (
     CUDA_RESERVE_BYTES,
     GIB,
@@ -19,6 +19,7 @@ from gpupoold.config.sections import (
     LEAST_KV_HOST_BYTES,
     MemorySettings,
 )
+from gpupoold.errors import SettingError
 from gpupoold.units import format_bytes
 
 MIB = 2**20
@@ -114,7 +115,7 @@ def work_out(wishes: Wishes, machine: Machine) -> Budgets:
     """Return the budgets for a machine; the ``wishes`` are kept.
 
     Raises:
-        MachineError: the machine has too little memory for the wishes.
+        SettingError: the machine has too little memory for the wishes.
     """
     in_flight, why_in_flight = _bytes_in_flight(machine.usable_bytes)
     reserve, why_reserve = _reserve(machine.devices)
@@ -160,7 +161,7 @@ class _HostMemory:
         """Check that the wishes and the fixed uses fit together.
 
         Raises:
-            MachineError: the uses exceed the memory.
+            SettingError: the uses exceed the memory.
         """
         self._wishes = wishes
         self._machine = machine
@@ -201,7 +202,7 @@ class _HostMemory:
         """Return the model cache beside a KV host cache of each GPU, and the arithmetic.
 
         Raises:
-            MachineError: too little is left.
+            SettingError: too little is left.
         """
         if self._wishes.model_cache_bytes is not None:
             return self._wishes.model_cache_bytes, ""
@@ -274,7 +275,7 @@ class _HostMemory:
         emulated = [one.memory_bytes or 0 for one in self._engines if one.kind == "emulated"]
         yield Part("emulated devices", sum(emulated))
 
-    def _too_much(self, parts: Iterable[Part]) -> MachineError:
+    def _too_much(self, parts: Iterable[Part]) -> SettingError:
         """Return the refusal; its key is the larger budget that the configuration sets."""
         shown = sorted(parts, key=lambda one: -one.num_bytes)
         cache_bytes = self._wishes.model_cache_bytes or 0
@@ -291,7 +292,7 @@ class _HostMemory:
             f"({', '.join(map(str, shown))}), but {self.usable_name} is "
             f"{format_bytes(self._machine.usable_bytes)}"
         )
-        return MachineError(key, what, hint)
+        return SettingError(key, what, hint)
 
 
 def _reserve(devices: Iterable[MachineDevice]) -> tuple[int | None, str]:
@@ -314,13 +315,13 @@ def _check_reserve(devices: Iterable[MachineDevice], reserve: int | None) -> Non
     """Check that devices of a known size keep memory.
 
     Raises:
-        MachineError: the reserve takes all memory of a device.
+        SettingError: the reserve takes all memory of a device.
     """
     for device in devices:
         has_default = reserve is None and device.kind == "cuda"
         kept_bytes = CUDA_RESERVE_BYTES if has_default else reserve or 0
         if device.memory_bytes is not None and device.memory_bytes <= kept_bytes:
-            raise MachineError(
+            raise SettingError(
                 RESERVE,
                 f"{format_bytes(kept_bytes)} leaves no memory of device {device.device}, which has "
                 f"{format_bytes(device.memory_bytes)}",

@@ -6,15 +6,15 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpupoold.access.tls import TlsError, check_files
+from gpupoold.access.tls import check_files
 from gpupoold.config import schema
 from gpupoold.config.fitting import fitted
-from gpupoold.config.machine import Machine, MachineError, unusable_gpu
+from gpupoold.config.machine import Machine, unusable_gpu
 from gpupoold.config.schema import (
     Problem,
     Settings,
@@ -28,7 +28,7 @@ from gpupoold.config.schema import (
 )
 from gpupoold.config.sections import ServerSettings
 from gpupoold.engine_versions import is_built_for_gpus
-from gpupoold.errors import ConfigError, Failed
+from gpupoold.errors import ConfigError, Failed, SettingError
 
 Place = tuple[str | int, ...]
 """Names of tables and keys, and indexes of lists, the outermost first."""
@@ -52,19 +52,6 @@ class ConfigFile:
     written: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedProblem:
-    """A problem and its line, counted from 1; None for a problem without a line."""
-
-    problem: Problem
-    line: int | None
-
-    def __str__(self) -> str:
-        place = "" if self.line is None else f"line {self.line}: "
-        hint = f" ({self.problem.hint})" if self.problem.hint else ""
-        return f"{place}{self.problem}{hint}"
-
-
 def read_config_file(path: Path | None = None) -> ConfigFile:
     """Read the file at ``path``, else the file of :func:`chosen_path`, else the defaults.
 
@@ -85,7 +72,7 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
     """
     problems = check_text(text)
     if problems:
-        reported = "; ".join(map(str, problems))
+        reported = "; ".join(one.in_full for one in problems)
         raise ConfigError(f"{path}: {reported}", f"see `gpupool config check {path}`")
     raw = loads(text)
     settings = parse_settings(raw, str(path or "defaults"))
@@ -93,22 +80,20 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
     return ConfigFile(path, settings, written)
 
 
-def check_text(text: str) -> list[PlacedProblem]:
+def check_text(text: str) -> list[Problem]:
     """Return all problems in the text of a configuration file, in order of lines."""
     try:
         raw = loads(text)
     except tomllib.TOMLDecodeError as error:
-        problem = Problem((), f"is not valid TOML: {error}")
-        return [PlacedProblem(problem, _line_of_error(error) or text.count("\n") + 1)]
+        line = _line_of_error(error) or text.count("\n") + 1
+        return [Problem((), f"is not valid TOML: {error}", line=line)]
     _, problems = examine(raw)
     if not problems:
         return []
-    lines = lines_of(text)
-    placed = [PlacedProblem(one, _line(one, lines)) for one in problems]
-    return sorted(placed, key=lambda one: one.line or 0)
+    return sorted(_with_lines(problems, text), key=lambda one: one.line or 0)
 
 
-def check_on_machine(text: str, machine: Callable[[Settings], Machine]) -> list[PlacedProblem]:
+def check_on_machine(text: str, machine: Callable[[Settings], Machine]) -> list[Problem]:
     """Return the problems of a text with a ``machine``, and with the files named in the text.
 
     Sections and keys with problems of their own are left out. If the devices have a problem, the
@@ -118,8 +103,7 @@ def check_on_machine(text: str, machine: Callable[[Settings], Machine]) -> list[
     if settings is None:
         return []
     found = [*_problems_of_files(settings), *_problems_of_machine(settings, machine(settings))]
-    lines = lines_of(text)
-    return [PlacedProblem(problem, _line(problem, lines)) for problem in found]
+    return _with_lines(found, text)
 
 
 def _settings_without_problems(text: str) -> Settings | None:
@@ -140,8 +124,8 @@ def _problems_of_files(settings: Settings) -> Iterator[Problem]:
         return
     try:
         check_files(server.tls_cert, server.tls_key)
-    except TlsError as error:
-        yield Problem(("server", error.key), error.what, error.hint)
+    except SettingError as error:
+        yield _problem_of(error)
 
 
 def _problems_of_machine(settings: Settings, machine: Machine) -> Iterator[Problem]:
@@ -152,12 +136,21 @@ def _problems_of_machine(settings: Settings, machine: Machine) -> Iterator[Probl
         yield Problem(("server", "host"), what, hint)
     unusable = unusable_gpu(machine)
     if unusable is not None:
-        yield Problem(place_of(unusable.key), unusable.what, unusable.hint)
+        yield _problem_of(unusable)
     try:
         fitted(settings, machine)
-    except MachineError as error:
+    except SettingError as error:
         if unusable is None or not error.key.startswith(unusable.key):
-            yield Problem(place_of(error.key), error.what, error.hint)
+            yield _problem_of(error)
+
+
+def _problem_of(error: SettingError) -> Problem:
+    return Problem(place_of(error.key), error.what, error.hint)
+
+
+def _with_lines(problems: Iterable[Problem], text: str) -> list[Problem]:
+    lines = lines_of(text)
+    return [replace(problem, line=_line(problem, lines)) for problem in problems]
 
 
 def _line(problem: Problem, lines: dict[Place, int]) -> int | None:

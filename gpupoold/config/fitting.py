@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from gpupoold.config.budgets import Budgets, Wishes, work_out
 from gpupoold.config.keys import KeyChange, changes_between, with_changes
-from gpupoold.config.machine import Machine, MachineError, check_groups
+from gpupoold.config.machine import Machine, check_groups
 from gpupoold.config.schema import Settings
+from gpupoold.errors import SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ def fitted(settings: Settings, machine: Machine) -> Fitted:
     """Return the settings with all budgets.
 
     Raises:
-        MachineError: a group has unlike GPUs, or one that is not there; or the machine has too
+        SettingError: a group has unlike GPUs, or one that is not there; or the machine has too
             little memory for budgets that the settings have.
     """
     check_groups(machine.devices)
@@ -59,16 +60,16 @@ def update_of(now: Settings, file: Settings, machine_now: Machine, machine_then:
     a restart.
 
     Raises:
-        MachineError: the machine has too little memory for the file, or for the budgets in force
+        SettingError: the machine has too little memory for the file, or for the budgets in force
             together with the new ones.
     """
     wanted = fitted(file, machine_then)
     in_force = with_changes(now, wanted.settings, changes_between(now, wanted.settings))
     try:
         live = fitted(_live_wishes(in_force, wanted.settings, file), machine_now)
-    except MachineError as error:
+    except SettingError as error:
         hint = f"{error.hint}; or restart gpupoold, which applies all keys together"
-        raise MachineError(error.key, error.what, hint) from None
+        raise SettingError(error.key, error.what, hint) from None
     target = _with_live(wanted.settings, live.settings)
     changes = changes_between(now, target)
     return Update(

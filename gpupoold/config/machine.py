@@ -6,20 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from gpupoold.errors import ConfigError
+from gpupoold.errors import SettingError
 from gpupoold.units import format_bytes
 
 _NO_GPU = 'to run without a GPU write: devices = ["emulated"]'
 _FOR_GPUS = "make venv GPUPOOL_DEVICE=cuda in a clone, pip install 'gpupool[cuda]' otherwise"
-
-
-class MachineError(ConfigError):
-    """Settings that the machine cannot have; ``key`` is the key to change."""
-
-    def __init__(self, key: str, what: str, hint: str) -> None:
-        super().__init__(f"{key}: {what}", hint)
-        self.key = key
-        self.what = what
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +54,20 @@ class Machine:
         return min(self.memory_bytes, self.limit_bytes or self.memory_bytes)
 
 
-def unusable_gpu(machine: Machine) -> MachineError | None:
+def unusable_gpu(machine: Machine) -> SettingError | None:
     """Return why a configured CUDA device cannot be used, None if all can."""
     gpus = [one for one in machine.devices if one.kind == "cuda"]
     missing = next((one for one in gpus if one.is_missing), None)
     if gpus and not machine.has_cuda_engine:
         what = "is a CUDA device, and the installed vLLM is built for CPUs only"
         hint = f"install the build for GPUs ({_FOR_GPUS}); {_NO_GPU}"
-        return MachineError(f"device[{gpus[0].device}]", what, hint)
+        return SettingError(f"device[{gpus[0].device}]", what, hint)
     if missing is not None:
         what = f"there is no GPU {missing.ordinal}"
         hint = f"name GPUs that `nvidia-smi -L` lists; if it fails, install the driver; {_NO_GPU}"
         is_group = sum(one.device == missing.device for one in gpus) > 1
         key = f"device[{missing.device}]{'.gpus' * is_group}"
-        return MachineError(key, what, hint)
+        return SettingError(key, what, hint)
     return None
 
 
@@ -95,7 +86,7 @@ def check_groups(devices: Iterable[MachineDevice]) -> None:
 def _check_group(key: str, group: list[MachineDevice]) -> None:
     for one in group:
         if one.is_missing:
-            raise MachineError(
+            raise SettingError(
                 key, f"there is no GPU {one.ordinal}", "name GPUs that `nvidia-smi -L` lists"
             )
     first = group[0]
@@ -109,7 +100,7 @@ def _check_group(key: str, group: list[MachineDevice]) -> None:
             )
         else:
             continue
-        raise MachineError(key, f"{what}: the GPUs of a group must be alike", "group like GPUs")
+        raise SettingError(key, f"{what}: the GPUs of a group must be alike", "group like GPUs")
 
 
 def visible_entry(index: int, environment: Mapping[str, str]) -> str | None:

@@ -174,17 +174,25 @@ def _at_key(key: str, message: str) -> PydanticCustomError:
 class Problem:
     """A problem: place, description, and a remedy, which may be empty.
 
-    ``where`` has the names of section and key, and indexes of lists.
+    ``where`` has the names of section and key, and indexes of lists. ``line`` counts from 1; None
+    for a problem without a line.
     """
 
     where: tuple[int | str, ...]
     what: str
     hint: str = ""
+    line: int | None = None
 
     @property
     def key(self) -> str:
         """Dotted, as in ``device[0].memory``; empty for the file as a whole."""
         return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in self.where).lstrip(".")
+
+    @property
+    def in_full(self) -> str:
+        """The problem with its line and remedy."""
+        place = "" if self.line is None else f"line {self.line}: "
+        return f"{place}{self} ({self.hint})" if self.hint else f"{place}{self}"
 
     def __str__(self) -> str:
         return f"{self.key}: {self.what}" if self.where else self.what

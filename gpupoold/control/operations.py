@@ -194,7 +194,7 @@ class Configuration:
         returns the facts about the machine.
 
         Raises:
-            MachineError: the machine has too little memory for the file's budgets.
+            SettingError: the machine has too little memory for the file's budgets.
         """
         self._named = named
         self._machine = machine
@@ -230,7 +230,7 @@ class Configuration:
         """Return the effect of a file on the running daemon.
 
         Raises:
-            MachineError: the machine has too little memory for the file's budgets.
+            SettingError: the machine has too little memory for the file's budgets.
         """
         now = await asyncio.to_thread(self._machine, self.settings)
         then = await asyncio.to_thread(self._machine, file.settings)

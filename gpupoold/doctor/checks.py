@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from gpupoold.config.budgets import BYTES_IN_FLIGHT, KV_HOST, MODEL_CACHE, RESERVE, Budgets
 from gpupoold.config.fitting import fitted
-from gpupoold.config.machine import Machine, MachineError
+from gpupoold.config.machine import Machine
 from gpupoold.config.schema import Settings
 from gpupoold.doctor.facts import (
     DaemonFacts,
@@ -29,6 +29,7 @@ from gpupoold.doctor.facts import (
 from gpupoold.doctor.machine import index_of, machine_of
 from gpupoold.domain import Folder
 from gpupoold.engine_versions import CHECKED_VERSIONS
+from gpupoold.errors import SettingError
 from gpupoold.files import is_shared
 from gpupoold.units import exact_size, format_bytes
 
@@ -245,20 +246,20 @@ def _check_group(name: str, gpu: GpuFacts, indexes: Sequence[int]) -> Check:
     return ok(name, found)
 
 
-def budgets_of(facts: Facts, settings: Settings) -> Budgets | MachineError:
+def budgets_of(facts: Facts, settings: Settings) -> Budgets | SettingError:
     """Return the budgets that the daemon has, or the refusal of its start."""
     machine = machine_of(settings, facts.memory, facts.gpu, facts.numa.node_bytes)
     try:
         return fitted(settings, machine).budgets
-    except MachineError as error:
+    except SettingError as error:
         return error
 
 
 def check_budgets(
-    facts: Facts, settings: Settings, budgets: Budgets | MachineError
+    facts: Facts, settings: Settings, budgets: Budgets | SettingError
 ) -> Iterator[Check]:
     """Check that host memory holds the budgets, and show the budgets with their arithmetic."""
-    if isinstance(budgets, MachineError):
+    if isinstance(budgets, SettingError):
         name = "groups" if budgets.key.startswith("device[") else "memory"
         yield fault(name, budgets.message, budgets.hint)
         return

@@ -6,8 +6,8 @@ A box is one host, as a daemon has.
 from __future__ import annotations
 
 from gpupoold.config.budgets import Wishes, default_engines_bytes, work_out
-from gpupoold.config.machine import Machine, MachineDevice, MachineError
-from gpupoold.errors import UsageError
+from gpupoold.config.machine import Machine, MachineDevice
+from gpupoold.errors import SettingError, UsageError
 from gpupoold.latency.shape import hardware
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.host import NO_WISHES, HostMemory, HostWishes
@@ -39,7 +39,7 @@ def host_memory(box: Box, wishes: HostWishes = NO_WISHES) -> HostMemory:
     if kv_bytes is None or cache_bytes is None:
         try:
             budgets = work_out(Wishes(cache_bytes, kv_bytes), _machine(box))
-        except MachineError as error:
+        except SettingError as error:
             raise UsageError(str(error), "give both --kv-host and --model-cache") from error
         kv_bytes, cache_bytes = budgets.kv_host_bytes, budgets.model_cache_bytes
     return HostMemory(kv_bytes, cache_bytes)

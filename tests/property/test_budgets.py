@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import assume, given, strategies as st
 
 from gpupoold.config.budgets import Budgets, Wishes, work_out
-from gpupoold.config.machine import Machine, MachineDevice, MachineError
+from gpupoold.config.machine import Machine, MachineDevice
+from gpupoold.errors import SettingError
 
 GIB, MIB = 2**30, 2**20
 SIZES = st.integers(0, 4096 * GIB)
@@ -49,7 +50,7 @@ WISHES = st.builds(
 def worked_out(wishes: Wishes, machine: Machine) -> Budgets | None:
     try:
         return work_out(wishes, machine)
-    except MachineError:
+    except SettingError:
         return None
 
 

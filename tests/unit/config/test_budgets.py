@@ -18,7 +18,8 @@ from gpupoold.config.budgets import (
     Wishes,
     work_out,
 )
-from gpupoold.config.machine import Machine, MachineDevice, MachineError
+from gpupoold.config.machine import Machine, MachineDevice
+from gpupoold.errors import SettingError
 from gpupoold.latency.shape import hardware
 from gpupoold.units import parse_size_bytes
 
@@ -217,7 +218,7 @@ REFUSED = [
 def test_sums_that_cannot_be_had(
     machine: Machine, wishes: Wishes, key: str, what: str, hint: str
 ) -> None:
-    with pytest.raises(MachineError) as caught:
+    with pytest.raises(SettingError) as caught:
         work_out(wishes, machine)
     error = caught.value
     assert (error.key, error.exit_code) == (key, 2)
@@ -230,5 +231,5 @@ def test_the_largest_model_cache_is_accepted_and_no_larger_one() -> None:
     found: Budgets = work_out(Wishes(kv_host_bytes=8 * GIB), MEDIUM)
     most_bytes = found.most_model_cache_bytes
     work_out(Wishes(model_cache_bytes=most_bytes, kv_host_bytes=8 * GIB), MEDIUM)
-    with pytest.raises(MachineError):
+    with pytest.raises(SettingError):
         work_out(Wishes(model_cache_bytes=most_bytes + 1, kv_host_bytes=8 * GIB), MEDIUM)

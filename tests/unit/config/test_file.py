@@ -32,7 +32,7 @@ drop_late = "yes"
 
 
 def told(text: str) -> list[tuple[int | None, str]]:
-    return [(one.line, one.problem.key) for one in check_text(text)]
+    return [(one.line, one.key) for one in check_text(text)]
 
 
 class TestCheck:
@@ -47,7 +47,7 @@ class TestCheck:
         ]
 
     def test_says_what_to_write(self) -> None:
-        assert str(check_text(WRONG)[0]) == (
+        assert check_text(WRONG)[0].in_full == (
             "line 3: server.prot: unknown key (did you mean 'port'?)"
         )
 
@@ -118,7 +118,7 @@ class TestHostile:
     def test_numbers_beyond_all_machines(self, key: str, value: str) -> None:
         section, _, name = key.partition(".")
         [problem] = check_text(f"[{section}]\n{name} = {value}\n")
-        assert problem.problem.key == key
+        assert problem.key == key
 
 
 class TestLines:

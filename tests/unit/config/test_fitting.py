@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from gpupoold.config.fitting import Update, fitted, update_of
-from gpupoold.config.machine import Machine, MachineDevice, MachineError
+from gpupoold.config.machine import Machine, MachineDevice
 from gpupoold.config.schema import Settings, parse_settings
+from gpupoold.errors import SettingError
 
 GIB = 2**30
 A10 = MachineDevice("cuda", 24 * 10**9)
@@ -85,7 +86,7 @@ def test_what_fits_only_after_a_restart_is_refused() -> None:
     now = running('[memory]\nkv_host = "80GiB"')
     text = '[memory]\nkv_host = "1GiB"\nmodel_cache = "200GiB"'
     running(text)
-    with pytest.raises(MachineError, match=r"memory.kv_host 2 x 80 GiB") as caught:
+    with pytest.raises(SettingError, match=r"memory.kv_host 2 x 80 GiB") as caught:
         update(now, text)
     assert caught.value.key == "memory.model_cache"
     assert "restart" in caught.value.hint

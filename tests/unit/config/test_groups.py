@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from gpupoold.config.file import check_on_machine
-from gpupoold.config.machine import Machine, MachineDevice, MachineError, check_groups
+from gpupoold.config.machine import Machine, MachineDevice, check_groups
 from gpupoold.config.schema import Problem, place_of
+from gpupoold.errors import SettingError
 
 GIB = 2**30
 H100 = MachineDevice("cuda", 80 * GIB, device=1, name="H100", ordinal=0)
@@ -16,7 +17,7 @@ OTHER = replace(H100, ordinal=3)
 
 
 def refusal(*devices: MachineDevice) -> str:
-    with pytest.raises(MachineError) as caught:
+    with pytest.raises(SettingError) as caught:
         check_groups(devices)
     assert caught.value.key == "device[1].gpus"
     return caught.value.what
@@ -56,7 +57,7 @@ def test_single_gpus_may_differ_and_be_missing() -> None:
 def test_the_line_of_the_group_is_told(text: str, line: int) -> None:
     machine = Machine(64 * GIB, (H100, replace(OTHER, is_missing=True)))
     (found,) = check_on_machine(text, lambda _: machine)
-    assert str(found) == (
+    assert found.in_full == (
         f"line {line}: device[1].gpus: there is no GPU 3 (name GPUs that `nvidia-smi -L` lists; "
         'if it fails, install the driver; to run without a GPU write: devices = ["emulated"])'
     )

@@ -49,7 +49,7 @@ def test_the_daemon_refuses_to_start(found: Machine, message: str, hint: str) ->
 def test_the_check_of_the_file_names_the_line() -> None:
     text = '[server]\nport = 1\n[[device]]\nkind = "emulated"\n[[device]]\nkind = "cuda"\n'
     (found,) = check_on_machine(text, lambda _: machine(EMULATED, MISSING))
-    assert (found.line, found.problem.what) == (5, "there is no GPU 4")
+    assert (found.line, found.what) == (5, "there is no GPU 4")
     (found,) = check_on_machine(text, lambda _: machine(EMULATED, MISSING, has_cuda_engine=False))
     assert found.line == 5
 
@@ -58,13 +58,13 @@ def test_the_check_of_the_file_names_the_line() -> None:
 def test_an_address_of_no_interface(host: str) -> None:
     text = f'devices = ["emulated"]\n[server]\nhost = "{host}"\n'
     (found,) = check_on_machine(text, lambda _: machine(EMULATED))
-    assert (found.line, found.problem.key) == (3, "server.host")
+    assert (found.line, found.key) == (3, "server.host")
 
 
 def test_memory_is_looked_at_beside_other_problems() -> None:
     text = '[server]\nprot = 1\nport = "x"\n[memory]\nkv_host = "500TiB"\n[nothing]\na = 1\n'
     (found,) = check_on_machine(text, lambda _: machine(EMULATED))
-    assert (found.line, found.problem.key) == (5, "memory.kv_host")
+    assert (found.line, found.key) == (5, "memory.kv_host")
 
 
 @pytest.mark.parametrize("text", ["[server", 'devices = ["gpu"]', '[[device]]\nkind = "no"\n'])

@@ -165,14 +165,7 @@ def _summary(changed: list[KeyChange], waiting: list[KeyChange]) -> str:
 
 def history_limits(settings: HistorySettings) -> HistoryLimits:
     """Return the maximum numbers of rows."""
-    return HistoryLimits(
-        num_requests=settings.max_requests,
-        num_switches=settings.max_switches,
-        num_events=settings.max_events,
-        num_minutes=settings.max_minutes,
-        num_usage_hours=settings.max_usage_hours,
-        num_device_minutes=settings.max_device_minutes,
-    )
+    return HistoryLimits(**settings.model_dump())
 
 
 class Configuration:

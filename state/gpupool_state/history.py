@@ -155,24 +155,24 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HistoryLimits:
-    """Bounds of the rows per table on disk."""
+    """Bounds of the rows per table on disk, named as the settings ``[history]``."""
 
-    num_requests: int = 100_000
-    num_switches: int = 20_000
-    num_events: int = 20_000
-    num_minutes: int = 200_000
-    num_usage_hours: int = 200_000
-    num_device_minutes: int = 400_000
+    max_requests: int = 100_000
+    max_switches: int = 20_000
+    max_events: int = 20_000
+    max_minutes: int = 200_000
+    max_usage_hours: int = 200_000
+    max_device_minutes: int = 400_000
 
     def by_table(self) -> dict[HistoryTable[Any], int]:
         """Return the limits by table, of all tables."""
         return {
-            REQUESTS: self.num_requests,
-            SWITCHES: self.num_switches,
-            EVENTS: self.num_events,
-            MINUTES: self.num_minutes,
-            USAGE: self.num_usage_hours,
-            DEVICE_MINUTES: self.num_device_minutes,
+            REQUESTS: self.max_requests,
+            SWITCHES: self.max_switches,
+            EVENTS: self.max_events,
+            MINUTES: self.max_minutes,
+            USAGE: self.max_usage_hours,
+            DEVICE_MINUTES: self.max_device_minutes,
         }
 
 

@@ -150,7 +150,7 @@ async def test_recording_needs_a_start_and_there_is_one(db: Database) -> None:
 
 @pytest.mark.parametrize("limit", [1, 7, 50])
 async def test_tables_stay_within_their_limits_oldest_first(db: Database, limit: int) -> None:
-    limits = HistoryLimits(num_requests=limit, num_switches=limit, num_events=limit)
+    limits = HistoryLimits(max_requests=limit, max_switches=limit, max_events=limit)
     history = History(db, limits, flush_interval_s=60)
     await history.start()
     for number in range(1, 201):
@@ -175,7 +175,7 @@ async def test_tables_stay_within_their_limits_oldest_first(db: Database, limit:
 async def test_a_lowered_limit_takes_effect(path: Path) -> None:
     for limit in (5000, 100):
         async with await Database.open(path) as db:
-            history = History(db, HistoryLimits(num_requests=limit))
+            history = History(db, HistoryLimits(max_requests=limit))
             await history.start()
             for number in range(3000):
                 history.record_request(request(number))
@@ -188,7 +188,7 @@ async def test_limits_may_change_meanwhile(db: Database, history: History) -> No
         history.record_request(request(number))
         history.record_event("info", "model_added", "subject", str(number))
     await history.flush()
-    history.keep(HistoryLimits(num_requests=5, num_events=7))
+    history.keep(HistoryLimits(max_requests=5, max_events=7))
     await history.flush()
     assert [row.request_id for row in await history.recent_requests()] == [
         f"r{number}" for number in range(19, 14, -1)

@@ -50,10 +50,6 @@ class Module:
     is_package: bool
     text: str
 
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.text)
-
     @property
     def package(self) -> str:
         return self.name if self.is_package else self.name.rpartition(".")[0]
@@ -62,9 +58,15 @@ class Module:
     def num_lines(self) -> int:
         return self.text.count("\n")
 
+    @cached_property
+    def nodes(self) -> list[ast.Import | ast.ImportFrom | ast.ClassDef]:
+        """The imports and classes, at any depth."""
+        kinds = ast.Import | ast.ImportFrom | ast.ClassDef
+        return [node for node in ast.walk(ast.parse(self.text)) if isinstance(node, kinds)]
+
     def imported(self) -> Iterator[str]:
         """Full names of imported modules, and of names that may be modules."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -165,7 +167,7 @@ class House:
 
     def _classes(self) -> Iterator[tuple[Module, ast.ClassDef]]:
         for module in self.modules.values():
-            for node in ast.walk(module.tree):
+            for node in module.nodes:
                 if isinstance(node, ast.ClassDef):
                     yield module, node
 

@@ -17,7 +17,7 @@ import math
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,8 +164,12 @@ def shape_for(arch: Architecture, size_bytes: int, num_gpus: int = 1) -> Shape:
 
 
 def num_weight_bytes(arch: Architecture, shape: Shape) -> int:
-    """Return the bytes of all weights at float32."""
-    return 4 * sum(math.prod(spec.shape) for spec in tensor_specs(arch, shape))
+    """Return the bytes of all weights at float32; all layers have as many."""
+    one, two = (
+        sum(math.prod(spec.shape) for spec in tensor_specs(arch, replace(shape, num_layers=layers)))
+        for layers in (1, 2)
+    )
+    return 4 * (one + (shape.num_layers - 1) * (two - one))
 
 
 def tensor_specs(arch: Architecture, shape: Shape) -> Iterator[TensorSpec]:

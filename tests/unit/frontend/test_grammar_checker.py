@@ -49,7 +49,7 @@ import os, socket, sys
 from gpupoold.frontend.grammar_checker import checker
 from tests.unit.frontend.test_grammar_checker import Trials
 checker.preload = lambda _: None
-checker.CHECK_TIMEOUT_S = 2.0
+checker.CHECK_TIMEOUT_S = 1.0
 sys.modules["gpupoold.frontend.grammar_checker.trial"] = Trials("trial")
 checker.run(socket.socket(fileno=int(sys.argv[1])), "error", os.getppid())
 """

@@ -43,7 +43,7 @@ from gpupoold.latency.models import (
 )
 from gpupoold.latency.profiles import COLUMNS
 from gpupoold.latency.shape import FitError, HardwareProfile, ModelShape, builtin_shape, hardware
-from gpupoold.worker.profiling import fit_decode, fit_prefill
+from gpupoold.worker.profiling import fit_law
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "gpupoold/latency/measured.csv"
 MIN_R_SQUARED = 0.9
@@ -186,10 +186,10 @@ def _rows(pair: Pair, points: Sequence[Point]) -> list[list[str]]:
     found: list[tuple[str, Weighting, tuple[float, ...], FitQuality]] = []
     for weighting in (Weighting.RELATIVE, Weighting.ABSOLUTE):
         try:
-            prefill = fit_prefill(
+            prefill = fit_law(
                 PrefillModel.of(shape), prefills, weighting=weighting, floors=prefill_least
             )
-            decode = fit_decode(LinearDecode(), decodes, weighting=weighting, floors=decode_least)
+            decode = fit_law(LinearDecode(), decodes, weighting=weighting, floors=decode_least)
         except FitError as error:
             print(f"left out: {pair[:3]}: {error}", file=sys.stderr)
             return []

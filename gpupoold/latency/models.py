@@ -53,7 +53,6 @@ class Law(Protocol[BatchT_contra]):
 
 LawT = TypeVar("LawT", bound=Law[Any])
 PrefillLaw = Law[PrefillBatch]
-DecodeLaw = Law[DecodeBatch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,7 @@ class LatencyModel:
     """
 
     prefill: PrefillLaw
-    decode: DecodeLaw
+    decode: LinearDecode
     switch: SwitchModel
     is_scaled: bool = False
     source: str = ""

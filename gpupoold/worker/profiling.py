@@ -24,7 +24,6 @@ from gpupoold.checkpoints.files import read_json
 from gpupoold.errors import Failed, Refused
 from gpupoold.latency.models import (
     DecodeBatch,
-    DecodeLaw,
     DecodeSample,
     Fit,
     FitQuality,
@@ -32,7 +31,6 @@ from gpupoold.latency.models import (
     LinearDecode,
     LinearPrefill,
     PrefillBatch,
-    PrefillLaw,
     PrefillModel,
     PrefillSample,
     Profile,
@@ -97,8 +95,6 @@ _NO_DECODE = Fit(LinearDecode(), FitQuality(1.0, 0.0, 0.0, 0))
 # Points required beyond the number of constants: without spare points, noise would fit perfectly.
 _SPARE_POINTS = 2
 
-PrefillT = TypeVar("PrefillT", bound=PrefillLaw)
-DecodeT = TypeVar("DecodeT", bound=DecodeLaw)
 LawT = TypeVar("LawT", bound=Law[Any])
 
 _Array = NDArray[np.float64]
@@ -458,7 +454,7 @@ def _fit_decode(run: TimedPoints) -> Fit[LinearDecode]:
     if len(run.decode_contexts) < 2:
         raise FitError("steps were timed at fewer than two context lengths")
     _check_enough(LinearDecode(), run.decodes)
-    return fit_decode(LinearDecode(), run.decodes)
+    return fit_law(LinearDecode(), run.decodes)
 
 
 def _fit_prefill(
@@ -469,11 +465,11 @@ def _fit_prefill(
         try:
             law = PrefillModel.of(shape)
             _check_enough(law, samples)
-            return fit_prefill(law, samples)
+            return fit_law(law, samples)
         except FitError as error:
             _logger.info("equation 5 cannot be fitted: %s", error)
     _check_enough(LinearPrefill(), samples)
-    return fit_prefill(LinearPrefill(), samples)
+    return fit_law(LinearPrefill(), samples)
 
 
 def _check_enough(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> None:
@@ -485,47 +481,23 @@ def _check_enough(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]
         )
 
 
-def fit_prefill(
-    law: PrefillT,
-    samples: Sequence[PrefillSample],
+def fit_law(
+    law: LawT,
+    samples: Sequence[PrefillSample] | Sequence[DecodeSample],
     *,
     weighting: Weighting = Weighting.RELATIVE,
     floors: Sequence[float] = (),
-) -> Fit[PrefillT]:
-    """Return the least-squares constants of ``law`` (its own are ignored) for measured prefills.
+) -> Fit[LawT]:
+    """Return the least-squares constants of ``law`` (its own are ignored) for measured steps.
 
-    ``law`` is the model's form, with dimensions if needed. ``samples`` must outnumber the
-    constants. ``weighting`` selects absolute or relative errors. ``floors`` has a lower bound per
-    constant, by default zero.
+    ``law`` is the model's form, with dimensions if needed. ``samples`` are those of the law's phase
+    and must outnumber the constants. ``weighting`` selects absolute or relative errors. ``floors``
+    has a lower bound per constant, by default zero.
 
     Raises:
         FitError: fewer points than constants, points that do not determine the constants (for
             example all prompts of one length), or a time that is not positive.
     """
-    return _fit(law, samples, weighting, floors)
-
-
-def fit_decode(
-    law: DecodeT,
-    samples: Sequence[DecodeSample],
-    *,
-    weighting: Weighting = Weighting.RELATIVE,
-    floors: Sequence[float] = (),
-) -> Fit[DecodeT]:
-    """Return the least-squares constants of ``law`` (its own are ignored) for measured decode
-    steps.
-
-    Arguments and errors as for ``fit_prefill``.
-    """
-    return _fit(law, samples, weighting, floors)
-
-
-def _fit(
-    law: LawT,
-    samples: Sequence[PrefillSample] | Sequence[DecodeSample],
-    weighting: Weighting,
-    floors: Sequence[float],
-) -> Fit[LawT]:
     check_times(samples)
     width = len(law.constants)
     terms = np.array([law.terms(sample.batch) for sample in samples], float).reshape(-1, width)

@@ -16,7 +16,7 @@ from gpupoold.latency.models import (
     PrefillSample,
     Weighting,
 )
-from gpupoold.worker.profiling import fit_decode, fit_prefill, solve
+from gpupoold.worker.profiling import fit_law, solve
 
 H, M = 4096, 11008
 PROMPTS = [(n,) * b for n in (16, 64, 256, 1024, 4096) for b in (1, 2, 4, 8)]
@@ -42,7 +42,7 @@ decode_laws = st.builds(
 @given(prefill_laws, weightings)
 def test_equation_5_is_recovered(law: PrefillModel, weighting: Weighting) -> None:
     points = [PrefillSample(batch, law.predict_s(batch)) for batch in PROMPTS]
-    fit = fit_prefill(PrefillModel(H, M), points, weighting=weighting)
+    fit = fit_law(PrefillModel(H, M), points, weighting=weighting)
     assert fit.law.constants == pytest.approx(law.constants, rel=1e-6)
     assert fit.quality.r_squared > 1 - 1e-9
 
@@ -51,7 +51,7 @@ def test_equation_5_is_recovered(law: PrefillModel, weighting: Weighting) -> Non
 def test_linear_prefill_is_recovered(token_s: float, base_s: float, weighting: Weighting) -> None:
     law = LinearPrefill(token_s, base_s)
     points = [PrefillSample(batch, law.predict_s(batch)) for batch in PROMPTS]
-    fit = fit_prefill(LinearPrefill(), points, weighting=weighting)
+    fit = fit_law(LinearPrefill(), points, weighting=weighting)
     assert fit.law.constants == pytest.approx(law.constants, rel=1e-6)
 
 
@@ -65,7 +65,7 @@ def test_noise_of_three_per_cent_moves_predictions_little(
         for batch in DECODES
         for _ in range(3)
     ]
-    fit = fit_decode(LinearDecode(), points, weighting=weighting)
+    fit = fit_law(LinearDecode(), points, weighting=weighting)
     assert fit.quality.r_squared > 0.9
     if weighting is Weighting.RELATIVE:
         assert fit.quality.mean_relative_error < 0.03
@@ -79,7 +79,7 @@ def test_prefill_with_noise_keeps_r_squared(law: PrefillModel, seed: int) -> Non
     points = [
         PrefillSample(batch, law.predict_s(batch) * rng.uniform(0.95, 1.05)) for batch in PROMPTS
     ]
-    fit = fit_prefill(PrefillModel(H, M), points)
+    fit = fit_law(PrefillModel(H, M), points)
     assert fit.quality.r_squared > 0.9
     assert min(fit.law.constants) >= 0
 

@@ -32,7 +32,7 @@ from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.operations import Configuration, Reloader, WorkerOperations
 from gpupoold.control.processes.child import ForkServer
-from gpupoold.control.processes.supervised import Death, ProcessHandlers, Supervised, Watchdog
+from gpupoold.control.processes.supervised import Death, ProcessHandlers, Watchdog
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.explain import Explainer
@@ -151,7 +151,7 @@ class ControlPlane(ControlParts):
             self._note_readings,
             self.supervisor.oom_kills.check,
             self.frontends.check,
-            self._watchdog().check,
+            Watchdog((*self.supervisor.processes, *self.frontends), self.settings).check,
             self.dispatcher.end_overdue,
             self.dispatcher.tick,
             self.lifecycle.controller.check,
@@ -277,13 +277,6 @@ class ControlPlane(ControlParts):
         return model_info(
             row, self.fleet.availability(row.spec.name).state, self.fleet.loaded(row.spec.name)
         )
-
-    def _watchdog(self) -> Watchdog[Supervised[Any]]:
-        def limits_s() -> tuple[float, float]:
-            limits = self.settings.limits
-            return limits.hang_timeout_s, limits.load_timeout_s
-
-        return Watchdog((*self.supervisor.processes, *self.frontends), Supervised.end, limits_s)
 
     def _from_frontend(self, frontend: Frontend, message: m.FromFrontend) -> None:
         match message:
@@ -411,7 +404,7 @@ async def build_control_plane(
     lifecycle = ModelLifecycle(parts, frontends, snapshots, cache, Inspector(settings, forks))
     dispatcher.listener = lifecycle
     await lifecycle.room.divisions.restore()
-    operations = WorkerOperations(settings.limits, dispatcher, supervisor.workers)
+    operations = WorkerOperations(settings, dispatcher, supervisor.workers)
     cache_control = CacheControl(parts, lifecycle, cache, snapshots.host_budget, saved)
     return ControlPlane(
         *(settings, registry, history, fleet, dispatcher, supervisor),
@@ -423,13 +416,11 @@ async def build_control_plane(
         cache_control=cache_control,
         workers=operations,
         configuration=configuration,
-        reloader=Reloader(
-            configuration, history, dispatcher, supervisor, frontends, operations, cache_control
-        ),
+        reloader=Reloader(parts, configuration, frontends, cache_control),
         policy=header,
         health=Health(fleet, dispatcher, supervisor),
         minutes=Minutes(history, dispatcher.accounts.stats),
-        explainer=Explainer(registry, history, dispatcher, fleet, supervisor.workers, cache),
+        explainer=Explainer(parts, cache),
         wait_reports=WaitReports(dispatcher.live, dispatcher.state, frontends.send_to),
         keyring=keyring,
         membership=FleetMembership(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from gpupool_state import History, HistoryLimits
+from gpupool_state import HistoryLimits
 from gpupoold.api.schemas import ConfigInfo, DiffInfo, ReloadInfo
 from gpupoold.config.budgets import MODEL_CACHE
 from gpupoold.config.file import ConfigFile, parsed_file, read_config_file
@@ -17,13 +17,13 @@ from gpupoold.config.fitting import Update, fitted, update_of
 from gpupoold.config.keys import KeyChange, change_info, config_info
 from gpupoold.config.machine import Machine
 from gpupoold.config.schema import RunningSettings, Settings
-from gpupoold.config.sections import HistorySettings, LimitSettings
+from gpupoold.config.sections import HistorySettings
 from gpupoold.config.values import Effect
 from gpupoold.control.frontends import Frontends
 from gpupoold.control.models.cache_control import CacheControl
+from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker, configured_roles
-from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.doctor.machine import find_machine
 from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, TimedOut, no_such_device
@@ -44,40 +44,21 @@ class Reloader:
 
     def __init__(
         self,
+        parts: ControlParts,
         configuration: Configuration,
-        history: History,
-        dispatcher: Dispatcher,
-        supervisor: WorkerSupervisor,
         frontends: Frontends,
-        workers: WorkerOperations,
         cache: CacheControl,
     ) -> None:
         self._configuration = configuration
         self._settings = configuration.settings
-        self._history = history
-        self._dispatcher = dispatcher
-        self._supervisor = supervisor
+        self._history = parts.history
+        self._dispatcher = parts.dispatcher
+        self._supervisor = parts.supervisor
         self._frontends = frontends
-        self._workers = workers
         self._cache = cache
         self._reloading = asyncio.Lock()
         self._is_asked = False
         self._task: asyncio.Task[None] | None = None
-        # The effects of changed keys, by the beginnings of the keys.
-        self._effects: dict[tuple[str, ...], Callable[[Settings], None]] = {
-            (
-                "log.",
-                "memory.self_check_interval",
-                "server.max_body",
-                "limits.max_",
-            ): self._apply_to_processes,
-            ("limits.",): self._apply_limits,
-            ("history.",): self._apply_history,
-            ("memory.model_cache",): self._apply_cache,
-            ("memory.snapshot_files",): self._apply_saved,
-            ("scheduling.quota_max",): self._apply_quota_max,
-            ("scheduling.roles",): self._apply_roles,
-        }
 
     async def reload(self) -> ReloadInfo:
         """Read the file and apply the changes.
@@ -101,9 +82,7 @@ class Reloader:
             self._configuration.take(file, update)
             changed = [one for one in changes if one.effect is not Effect.RESTART]
             waiting = [one for one in changes if one.effect is Effect.RESTART]
-            for beginnings, apply in self._effects.items():
-                if any(one.key.startswith(beginnings) for one in changed):
-                    apply(before)
+            self._apply(before, [one.key for one in changed])
         text = _summary(changed, waiting)
         self._history.record_event("info", "config_reloaded", "gpupoold", text)
         path = self._configuration.path
@@ -128,32 +107,32 @@ class Reloader:
             with around(), contextlib.suppress(GpupoolError):
                 await self.reload()
 
-    def _apply_to_processes(self, before: Settings) -> None:
-        set_log_level(self._settings.log.level)
-        self._frontends.reconfigure()
-        self._supervisor.reconfigure()
+    def _apply(self, before: Settings, keys: list[str]) -> None:
+        """Let the parts that do not read the changed ``keys`` at each use follow the changes."""
 
-    def _apply_limits(self, before: Settings) -> None:
-        self._dispatcher.set_limits(self._settings.limits)
-        self._workers.limits = self._settings.limits
+        def has(*beginnings: str) -> bool:
+            return any(key.startswith(beginnings) for key in keys)
 
-    def _apply_history(self, before: Settings) -> None:
-        self._history.keep(history_limits(self._settings.history))
-
-    def _apply_cache(self, before: Settings) -> None:
-        self._cache.set_host_budget(self._settings.memory.model_cache_bytes)
-
-    def _apply_saved(self, before: Settings) -> None:
-        self._cache.set_disk_budget(self._settings.memory.snapshot_files_bytes)
-
-    def _apply_quota_max(self, before: Settings) -> None:
-        self._dispatcher.shell.handle(QuotaMaxSet(self._settings.scheduling.quota_max_s))
-
-    def _apply_roles(self, before: Settings) -> None:
-        pairs = zip(configured_roles(before), configured_roles(self._settings), strict=True)
-        for number, (old, new) in enumerate(pairs):
-            if new is not old:
-                self._dispatcher.set_role(number, new, "by the configuration")
+        now = self._settings
+        if has("log.", "memory.self_check_interval", "server.max_body", "limits.max_"):
+            set_log_level(now.log.level)
+            self._frontends.reconfigure()
+            self._supervisor.reconfigure()
+        if has("limits."):
+            self._dispatcher.set_limits(now.limits)
+        if has("history."):
+            self._history.keep(history_limits(now.history))
+        if has("memory.model_cache"):
+            self._cache.set_host_budget(now.memory.model_cache_bytes)
+        if has("memory.snapshot_files"):
+            self._cache.set_disk_budget(now.memory.snapshot_files_bytes)
+        if has("scheduling.quota_max"):
+            self._dispatcher.shell.handle(QuotaMaxSet(now.scheduling.quota_max_s))
+        if has("scheduling.roles"):
+            pairs = zip(configured_roles(before), configured_roles(now), strict=True)
+            for number, (old, new) in enumerate(pairs):
+                if new is not old:
+                    self._dispatcher.set_role(number, new, "by the configuration")
 
 
 def _summary(changed: list[KeyChange], waiting: list[KeyChange]) -> str:
@@ -245,9 +224,9 @@ class WorkerOperations:
     """Role changes and drains by an operator."""
 
     def __init__(
-        self, limits: LimitSettings, dispatcher: Dispatcher, workers: Sequence[Worker]
+        self, settings: Settings, dispatcher: Dispatcher, workers: Sequence[Worker]
     ) -> None:
-        self.limits = limits
+        self._settings = settings
         self._dispatcher = dispatcher
         self._workers = workers
 
@@ -263,7 +242,7 @@ class WorkerOperations:
             TimedOut: requests were left after ``limits.drain_timeout``; the drain continues.
         """
         self._dispatcher.set_draining(self.worker(number).number, is_draining=True)
-        limit_s = self.limits.drain_timeout_s
+        limit_s = self._settings.limits.drain_timeout_s
         deadline_s = time.monotonic() + limit_s
         while num_left := self._dispatcher.nums_of_requests([number])[0]:
             if time.monotonic() > deadline_s:

@@ -39,14 +39,12 @@ class FleetMachine(RuleBasedStateMachine):
     def is_registered(self) -> bool:
         return self.fleet.knows(NAME)
 
-    @rule(downloads=st.booleans(), fails=st.booleans(), is_known=st.booleans())
-    def add(self, downloads: bool, fails: bool, is_known: bool) -> None:
+    @rule(fails=st.booleans(), is_known=st.booleans())
+    def add(self, fails: bool, is_known: bool) -> None:
         if self.is_registered():
             return
         if not is_known:
             proposal = self.fleet.propose([NAME])
-            for stage in ("resolve", *["download"] * (2 * downloads), "check"):
-                self.fleet.at_stage(NAME, stage)
             if fails:
                 self.fleet.drop_proposal(proposal)
                 return

@@ -27,14 +27,13 @@ from gpupoold.domain import ModelSpec, ModelState, Targets
 from gpupoold.errors import Failed, Refused
 from gpupoold.wire.messages import LoadedModel
 
-_PROPOSED = (ModelPhase.CHECKING, ModelPhase.DOWNLOADING)
+_UNKNOWN = (ModelPhase.REMOVED, ModelPhase.PROPOSED)
 
 Proposal = Life[ModelPhase, ModelEvent]
 
 _STATES = {
     ModelPhase.REMOVED: ModelState.REGISTERED,
-    ModelPhase.CHECKING: ModelState.REGISTERED,
-    ModelPhase.DOWNLOADING: ModelState.REGISTERED,
+    ModelPhase.PROPOSED: ModelState.REGISTERED,
     ModelPhase.REGISTERED: ModelState.REGISTERED,
     ModelPhase.LOADING: ModelState.LOADING,
     ModelPhase.READY: ModelState.READY,
@@ -94,6 +93,10 @@ class _Record:
     waits_for: str = ""
     num_drains: int = 0
 
+    @classmethod
+    def of(cls, names: Sequence[str]) -> _Record:
+        return cls(tuple(names), Life(names[0], ModelPhase.REMOVED, MODEL_TRANSITIONS))
+
     @property
     def is_open(self) -> bool:
         return self.is_mounted and (bool(self.devices) or self.is_evicted)
@@ -132,9 +135,7 @@ class Fleet:
         return woken
 
     def availability(self, model: str) -> Availability:
-        record = self._records.get(model)
-        if record is None:
-            return Availability(ModelPhase.REMOVED)
+        record = self._of(model)
         return Availability(
             record.life.phase,
             tuple(record.devices),
@@ -151,16 +152,15 @@ class Fleet:
 
     def is_warm(self, model: str) -> bool:
         """Return whether requests of the model can run now, on all devices that do not rest."""
-        record = self._records.get(model)
-        if record is not None and (record.is_damaged or record.is_evicted):
+        record = self._of(model)
+        if record.is_damaged or record.is_evicted:
             return False
         devices = self.devices_with_snapshot(model)
         return not devices or self.snapshots.are_attached(model, devices)
 
     def devices_with_snapshot(self, model: str) -> list[int]:
         """Return the model's devices that need a snapshot."""
-        record = self._records.get(model)
-        return self.snapshots.needing(record.devices if record is not None else ())
+        return self.snapshots.needing(self._of(model).devices)
 
     def needed_snapshots(self, model: str) -> list[SnapshotId]:
         """Return the snapshots that the model's devices need."""
@@ -206,8 +206,7 @@ class Fleet:
 
     def knows(self, model: str) -> bool:
         """Return whether the model is registered."""
-        record = self._records.get(model)
-        return record is not None and record.life.phase not in _PROPOSED
+        return self._of(model).life.phase not in _UNKNOWN
 
     def targets(self, model: str, name: str = "") -> Targets:
         """Return the targets of a model, or of its preset or adapter called ``name``."""
@@ -217,18 +216,16 @@ class Fleet:
 
     def fixed_devices(self, model: str) -> tuple[int, ...]:
         """Return the devices chosen by hand for a model, empty for none."""
-        record = self._records.get(model)
-        return record.spec.devices if record is not None and record.spec is not None else ()
+        spec = self._of(model).spec
+        return () if spec is None else spec.devices
 
     def loaded(self, model: str) -> LoadedModel | None:
         """Return the facts of the model's latest load since the daemon's start."""
-        record = self._records.get(model)
-        return None if record is None else record.loaded
+        return self._of(model).loaded
 
     def is_open(self, model: str) -> bool:
         """Return whether a device has the model and the API is mounted, in whatever phase."""
-        record = self._records.get(model)
-        return record is not None and record.is_open
+        return self._of(model).is_open
 
     # Additions and removals.
 
@@ -242,25 +239,20 @@ class Fleet:
         """
         for record in self._records.values():
             for name in set(names).intersection(record.names):
-                is_new = record.life.phase in _PROPOSED
+                is_new = record.life.phase is ModelPhase.PROPOSED
                 what = "being added already" if is_new else "still being removed"
                 raise Refused(f"{name!r} is {what}", "wait until the addition or removal has ended")
-        proposal = self._record(names).life
-        proposal.move(ModelEvent.PROPOSE)
-        return proposal
-
-    def at_stage(self, model: str, stage: str) -> None:
-        """Record the stage of a proposed model: "resolve", "download" or "check"."""
-        is_download = stage == "download"
-        self._move(model, ModelEvent.DOWNLOAD if is_download else ModelEvent.CHECK)
+        record = self._records[names[0]] = _Record.of(names)
+        record.life.move(ModelEvent.PROPOSE)
+        return record.life
 
     def drop_proposal(self, proposal: Proposal) -> None:
         """Release the names of a model that was not registered."""
-        if proposal.phase in _PROPOSED:
+        if proposal.phase is ModelPhase.PROPOSED:
             self.remove(proposal.subject)
 
     def register(self, spec: ModelSpec) -> None:
-        record = self._records.get(spec.name) or self._record((spec.name,))
+        record = self._records.setdefault(spec.name, _Record.of((spec.name,)))
         record.names, record.spec = (spec.name,), spec
         record.life.move(ModelEvent.REGISTER)
         self.breakers.reset(spec.name)  # the crashes were due to an earlier model of this name
@@ -309,8 +301,8 @@ class Fleet:
 
     def unhost(self, model: str, number: int, *, is_evicted: bool = False) -> None:
         """Remove a device of the model; see ``evict`` for ``is_evicted``."""
-        record = self._records.get(model)
-        if record is not None and number in record.devices:
+        record = self._of(model)
+        if number in record.devices:
             record.devices.remove(number)
             self.snapshots.wake(model, number)
             record.is_evicted = is_evicted and not record.devices
@@ -318,12 +310,11 @@ class Fleet:
 
     def unhost_all(self, model: str) -> None:
         """Remove all devices of the model, for good."""
-        record = self._records.get(model)
-        if record is not None:
-            record.devices.clear()
-            self.snapshots.forget(model)
-            record.is_evicted = False
-            self._follow_facts(record)
+        record = self._of(model)
+        record.devices.clear()
+        self.snapshots.forget(model)
+        record.is_evicted = False
+        self._follow_facts(record)
 
     def evict(self, model: str, number: int) -> None:
         """Remove a device, whose engine makes place for another model's engine.
@@ -347,21 +338,16 @@ class Fleet:
 
     def is_damaged(self, model: str) -> bool:
         """Return whether the model's snapshots have to be made again."""
-        record = self._records.get(model)
-        return record is not None and record.is_damaged
+        return self._of(model).is_damaged
 
     def set_damaged(self, model: str, *, is_damaged: bool) -> None:
         """Record that the model's snapshots are damaged, or were made again."""
-        record = self._records.get(model)
-        if record is not None:
-            record.is_damaged = is_damaged
-            self.wake(model)
+        self._of(model).is_damaged = is_damaged
+        self.wake(model)
 
     def set_wait(self, model: str, waits_for: str) -> None:
         """Record what the model waits for, empty for nothing."""
-        record = self._records.get(model)
-        if record is not None:
-            record.waits_for = waits_for
+        self._of(model).waits_for = waits_for
 
     # Mounts.
 
@@ -370,8 +356,8 @@ class Fleet:
 
         Has no effect if the model has been quarantined or removed meanwhile.
         """
-        record = self._records.get(model)
-        if record is None or self.breakers.reason(model) is not None:
+        record = self._of(model)
+        if self.breakers.reason(model) is not None:
             return
         record.is_mounted, record.failure = True, None
         phases = (ModelPhase.REGISTERED, ModelPhase.FAILED, ModelPhase.QUARANTINED)
@@ -381,10 +367,9 @@ class Fleet:
 
     def unmounted(self, model: str) -> None:
         """Record that the model must be loaded and mounted again before requests can be served."""
-        record = self._records.get(model)
-        if record is not None:
-            record.loaded, record.is_mounted, record.is_evicted = None, False, False
-            self._follow_facts(record)
+        record = self._of(model)
+        record.loaded, record.is_mounted, record.is_evicted = None, False, False
+        self._follow_facts(record)
 
     # Failures and drains.
 
@@ -393,8 +378,8 @@ class Fleet:
 
         Has no effect on a model that is not registered.
         """
-        record = self._records.get(model)
-        if record is None or record.life.phase in _PROPOSED:
+        record = self._of(model)
+        if record.life.phase in _UNKNOWN:
             return
         record.failure = reason
         if record.is_evicted:
@@ -407,8 +392,7 @@ class Fleet:
 
     def is_draining(self, model: str) -> bool:
         """Return whether the model takes no requests because of a removal or an unload."""
-        record = self._records.get(model)
-        return record is not None and bool(record.num_drains)
+        return bool(self._of(model).num_drains)
 
     @contextlib.contextmanager
     def draining(self, model: str) -> Iterator[None]:
@@ -426,10 +410,10 @@ class Fleet:
                 self._resume(model, record)
             self.wake(model)
 
-    def _record(self, names: Sequence[str]) -> _Record:
-        life = Life(names[0], ModelPhase.REMOVED, MODEL_TRANSITIONS)
-        record = self._records[names[0]] = _Record(tuple(names), life)
-        return record
+    def _of(self, model: str) -> _Record:
+        """Return the record of a model; of an unknown model a new record, which is not kept."""
+        record = self._records.get(model)
+        return _Record.of((model,)) if record is None else record
 
     def _move(self, model: str, event: ModelEvent) -> None:
         self._records[model].life.move(event)

@@ -28,8 +28,7 @@ class ModelPhase(Enum):
     """The phase of a model's life."""
 
     REMOVED = auto()  # first and last: no model has the name
-    CHECKING = auto()  # a client adds the model; the checkpoint is being found or checked
-    DOWNLOADING = auto()
+    PROPOSED = auto()  # a client adds the model, whose checkpoint is found, checked or downloaded
     REGISTERED = auto()  # in the registry, not loaded since the daemon's start
     LOADING = auto()  # no device has the model, or no frontend has mounted the API
     READY = auto()  # requests can be served
@@ -42,8 +41,6 @@ class ModelEvent(Enum):
     """A cause of a model's transition."""
 
     PROPOSE = auto()  # a client asks to add the model
-    DOWNLOAD = auto()
-    CHECK = auto()
     REGISTER = auto()
     LOAD = auto()
     OPEN = auto()  # a device has the model, and the API is mounted
@@ -60,13 +57,9 @@ _M, _E = ModelPhase, ModelEvent
 # While a model drains, changes of devices and failed loads are no events: the state after the
 # drain decides between FAIL, QUARANTINE and RESUME.
 MODEL_TRANSITIONS: Mapping[tuple[ModelPhase, ModelEvent], ModelPhase] = {
-    (_M.REMOVED, _E.PROPOSE): _M.CHECKING,
+    (_M.REMOVED, _E.PROPOSE): _M.PROPOSED,
     (_M.REMOVED, _E.REGISTER): _M.REGISTERED,  # read from the registry when the daemon starts
-    (_M.CHECKING, _E.CHECK): _M.CHECKING,
-    (_M.CHECKING, _E.DOWNLOAD): _M.DOWNLOADING,
-    (_M.DOWNLOADING, _E.DOWNLOAD): _M.DOWNLOADING,
-    (_M.DOWNLOADING, _E.CHECK): _M.CHECKING,
-    (_M.CHECKING, _E.REGISTER): _M.REGISTERED,
+    (_M.PROPOSED, _E.REGISTER): _M.REGISTERED,
     (_M.REGISTERED, _E.LOAD): _M.LOADING,
     (_M.FAILED, _E.LOAD): _M.LOADING,
     (_M.QUARANTINED, _E.LOAD): _M.LOADING,

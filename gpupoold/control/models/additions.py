@@ -99,7 +99,6 @@ class Additions(ModelPart):
         try:
             intake = self._intake(request)
             async for step in intake.steps():
-                self._fleet.at_stage(request.name, step.stage)
                 yield step
             yield Progress(stage="load", total_bytes=intake.weight_bytes)
         except BaseException:

@@ -153,21 +153,17 @@ class CacheControl(ModelPart):
         Raises:
             Refused: the pinned snapshots do not fit.
         """
-        saved_bytes = await self._saved.sizes()
-        views = [self._view(one, saved_bytes) for one in await self._registry.list()]
-        pinned = [view for view in views if view.is_pinned]
-        pinned_bytes = sum(view.num_bytes for view in pinned)
+        pinned = await self._pinned(await self._saved.sizes())
+        pinned_bytes = sum(pinned.values())
         if pinned_bytes > num_bytes:
             raise Refused(
                 f"memory.model_cache: {format_bytes(num_bytes)} is too small for the pinned "
-                f"snapshots of {', '.join(view.name for view in pinned)}, "
-                f"{format_bytes(pinned_bytes)}",
+                f"snapshots of {', '.join(pinned)}, {format_bytes(pinned_bytes)}",
                 "unpin a model (`gpupool cache unpin`) or choose a larger cache",
             )
 
     async def _check_pin(self, row: ModelRow, saved_bytes: dict[SnapshotId, int]) -> None:
-        views = [self._view(one, saved_bytes) for one in await self._registry.list()]
-        pinned = {view.name: view.num_bytes for view in views if view.is_pinned}
+        pinned = await self._pinned(saved_bytes)
         pinned[row.spec.name] = self._view(row, saved_bytes).num_bytes
         if sum(pinned.values()) > self._cache.budget_bytes:
             raise Refused(
@@ -176,6 +172,11 @@ class CacheControl(ModelPart):
                 f"{format_bytes(self._cache.budget_bytes)}",
                 "unpin another model or raise memory.model_cache",
             )
+
+    async def _pinned(self, saved_bytes: dict[SnapshotId, int]) -> dict[str, int]:
+        """Return the bytes of each pinned model's snapshots."""
+        views = [self._view(one, saved_bytes) for one in await self._registry.list()]
+        return {view.name: view.num_bytes for view in views if view.is_pinned}
 
     def _view(self, row: ModelRow, saved_bytes: dict[SnapshotId, int]) -> CachedModel:
         name = row.spec.name

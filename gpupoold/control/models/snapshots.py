@@ -247,7 +247,7 @@ class ModelSnapshots(ModelPart):
         rows = await self._registry.list()
         for row in rows:
             for degree, worker in workers.items():
-                if not self._saved.is_known(SnapshotId(row.spec.name, degree)):
+                if self._saved.key(SnapshotId(row.spec.name, degree)) is None:
                     await self._look_up(row.spec, worker)
         degrees = self._devices.degrees
         await self._saved.tidy(SnapshotId(row.spec.name, one) for row in rows for one in degrees)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gpupoold.config.schema import Settings
 from gpupoold.control.processes.child import Child
@@ -327,37 +327,12 @@ class Watch:
         return ""
 
 
-class Watched(Protocol):
-    """A supervised process for the watchdog."""
+class Watchdog:
+    """Ends hung processes, by the present limits of ``settings``."""
 
-    @property
-    def watch(self) -> Watch | None:
-        """Observations of the present run, if there is one."""
-
-    @property
-    def is_excused(self) -> bool:
-        """True during work with a separate time limit, such as a benchmark."""
-
-
-W = TypeVar("W", bound=Watched)
-
-
-class Watchdog(Generic[W]):
-    """Ends hung processes by ``end``, which takes the process and the reason.
-
-    ``limits_s`` returns the longest silence, and the longest time of a start or load, read at each
-    check.
-    """
-
-    def __init__(
-        self,
-        watched: Iterable[W],
-        end: Callable[[W, str], None],
-        limits_s: Callable[[], tuple[float, float]],
-    ) -> None:
+    def __init__(self, watched: Iterable[Supervised[Any]], settings: Settings) -> None:
         self._watched = tuple(watched)
-        self._end = end
-        self._limits_s = limits_s
+        self._settings = settings
         self._checked_s: float | None = None
 
     def check(self, now_s: float) -> None:
@@ -366,7 +341,8 @@ class Watchdog(Generic[W]):
         If this call itself is late, the daemon was asleep, and the silence of the processes proves
         nothing.
         """
-        hang_timeout_s, start_timeout_s = self._limits_s()
+        limits = self._settings.limits
+        hang_timeout_s, start_timeout_s = limits.hang_timeout_s, limits.load_timeout_s
         slept_s = 0.0 if self._checked_s is None else now_s - self._checked_s
         was_asleep = slept_s > hang_timeout_s / 2 and slept_s > _SLEPT_S
         self._checked_s = now_s
@@ -377,7 +353,7 @@ class Watchdog(Generic[W]):
                 one.watch.excuse(now_s)
             reason = one.watch.failure_reason(now_s, hang_timeout_s, start_timeout_s)
             if reason:
-                self._end(one, reason)
+                one.end(reason)
 
 
 @dataclass(frozen=True, slots=True)

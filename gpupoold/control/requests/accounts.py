@@ -42,7 +42,7 @@ class Accounts:
         self.usage = UsageMeter(history)
         self._live = live
         self._state = state
-        self._tokens = TokenCounter(live, self.stats, state, self.charge)
+        self._switches: dict[int, m.SwitchRecord] = {}  # the latest of each device
 
     def charge(self, key_id: str, num_tokens: int) -> None:
         """Count tokens for the rate of a key."""
@@ -80,7 +80,7 @@ class Accounts:
         """Count the tokens of a worker's step."""
         self.turns.stepped(number, message)
         self._count_use(number, message)
-        self._tokens.stepped(number, message)
+        self._count_tokens(number, message)
 
     def _count_use(self, number: int, message: m.StepOutputs) -> None:
         device = self._state.devices.get(number)
@@ -89,7 +89,7 @@ class Accounts:
             return
         found = (self._live.get(one.request_id) for one in message.progress if one.num_tokens)
         requests = [one for one in found if one is not None]
-        since_s = self._tokens.only_steps_since_s(number, message.model)
+        since_s = self._turn_start(number, message.model).only_steps_since_s
         self.usage.stepped(number, requests, since_s, message.at_s, batch.step_s())
 
     def first_tokens(self, number: int, message: m.StepOutputs) -> dict[int, list[m.FirstToken]]:
@@ -98,8 +98,16 @@ class Accounts:
         :meth:`stepped` has not counted the step.
         """
         found: dict[int, list[m.FirstToken]] = {}
-        for request in self._tokens.first_tokens(number, message):
-            stages = self._tokens.stages_of(request, number, message.at_s)
+        device = self._state.devices.get(number)
+        batch = None if device is None else device.working.get(message.model)
+        if batch is None or not batch.num_waiting:
+            return found
+        start = self._turn_start(number, message.model)
+        for request in (self._live.get(item.request_id) for item in message.progress):
+            if request is None or request.token_times_s:
+                continue
+            warmed_s, attached_s = request.warmed_s, request.attached_s
+            stages = start.divide(request.arrival_s, message.at_s, warmed_s, attached_s)
             first = m.FirstToken(
                 request.request_id,
                 number,
@@ -120,7 +128,7 @@ class Accounts:
         """Count a switch, and write a row of the history."""
         self.meters.switched(switch)
         self.switches.add(switch)
-        self._tokens.switched(switch)
+        self._switches[switch.device] = switch
         self.turns.switched(switch)
         self._history.record_switch(switch)
 
@@ -128,6 +136,50 @@ class Accounts:
         """Record the end of a worker and of the present turn."""
         self.meters.device(number).worker_ended()
         self.turns.worker_down(number)
+
+    def _turn_start(self, number: int, model: str) -> TurnStart:
+        device, switch = self._state.devices.get(number), self._switches.get(number)
+        return TurnStart.of(model, device, switch)
+
+    def _count_tokens(self, number: int, message: m.StepOutputs) -> None:
+        """Add the tokens of a step to requests and to models' counts."""
+        if message.drafts is not None and message.model in self.stats:
+            stats = self.stats[message.model]
+            stats.drafts = stats.drafts.plus(message.drafts)
+        start = self._turn_start(number, message.model)
+        only_steps_since_s, at_s = start.only_steps_since_s, message.at_s
+        for item in message.progress:
+            request = self._live.get(item.request_id)
+            if request is None:
+                continue
+            if request.is_background:
+                ids, has_result = item.new_token_ids, item.has_result
+                request.add_tokens(ids, at_s, has_result=has_result)
+                self.stats[request.counted_name].background_tokens += len(ids) + has_result
+                continue
+            if request.key_id:
+                self.charge(request.key_id, len(item.new_token_ids))
+            stats, times_s = self.stats[request.counted_name], request.token_times_s
+            num_before = len(times_s)
+            lost_s = stats.add_tokens(request, item.new_token_ids, at_s, has_result=item.has_result)
+            if len(times_s) == num_before:
+                continue
+            since_s = times_s[num_before - 1] if num_before else request.arrival_s
+            now = stats.now
+            sums = now.between_tokens if num_before else now.first_token
+            warmed_s, attached_s = request.warmed_s, request.attached_s
+            if (
+                since_s < only_steps_since_s
+                or (warmed_s is not None and since_s < warmed_s)
+                or (attached_s is not None and since_s < attached_s)
+            ):
+                stages = start.divide(since_s, at_s, warmed_s, attached_s)
+                sums.add(stages)
+                if lost_s > 0:
+                    _add_lateness(now.lateness, lost_s, stages, at_s - since_s)
+            else:
+                sums.computing_s += at_s - since_s
+                now.lateness.computing_s += lost_s
 
 
 class TurnStart(NamedTuple):
@@ -181,92 +233,6 @@ class TurnStart(NamedTuple):
             kv_s + transfer_s,
             at_s - began_s - switch_s - transfer_s,
         )
-
-
-class TokenCounter:
-    """Adds the tokens of steps to requests and to models' counts.
-
-    ``charge`` takes the id of a request's key and a number of tokens.
-    """
-
-    def __init__(
-        self,
-        live: LiveRequests,
-        stats: dict[str, ModelStats],
-        state: State,
-        charge: Callable[[str, int], None],
-    ) -> None:
-        self._live = live
-        self._stats = stats
-        self._state = state
-        self._charge = charge
-        self._switches: dict[int, m.SwitchRecord] = {}
-
-    def switched(self, switch: m.SwitchRecord) -> None:
-        """Record a switch as a stage of the coming tokens."""
-        self._switches[switch.device] = switch
-
-    def first_tokens(self, number: int, message: m.StepOutputs) -> list[LiveRequest]:
-        """Return the requests whose first token is in a step that has not been counted."""
-        device = self._state.devices.get(number)
-        batch = None if device is None else device.working.get(message.model)
-        if batch is None or not batch.num_waiting:
-            return []
-        found = (self._live.get(item.request_id) for item in message.progress)
-        return [one for one in found if one is not None and not one.token_times_s]
-
-    def stages_of(self, request: LiveRequest, number: int, at_s: float) -> RequestStages:
-        """Return the stages of the time from a request's arrival to a token now at ``at_s``."""
-        start = self._turn_start(number, request.model)
-        return start.divide(request.arrival_s, at_s, request.warmed_s, request.attached_s)
-
-    def only_steps_since_s(self, number: int, model: str) -> float:
-        """Return the time after which a device has only computed in its turn of a model."""
-        return self._turn_start(number, model).only_steps_since_s
-
-    def _turn_start(self, number: int, model: str) -> TurnStart:
-        device, switch = self._state.devices.get(number), self._switches.get(number)
-        return TurnStart.of(model, device, switch)
-
-    def stepped(self, number: int, message: m.StepOutputs) -> None:
-        """Count the tokens of a step, before the core counts the tokens."""
-        if message.drafts is not None and message.model in self._stats:
-            stats = self._stats[message.model]
-            stats.drafts = stats.drafts.plus(message.drafts)
-        start = self._turn_start(number, message.model)
-        only_steps_since_s, at_s = start.only_steps_since_s, message.at_s
-        for item in message.progress:
-            request = self._live.get(item.request_id)
-            if request is None:
-                continue
-            if request.is_background:
-                ids, has_result = item.new_token_ids, item.has_result
-                request.add_tokens(ids, at_s, has_result=has_result)
-                self._stats[request.counted_name].background_tokens += len(ids) + has_result
-                continue
-            if request.key_id:
-                self._charge(request.key_id, len(item.new_token_ids))
-            stats, times_s = self._stats[request.counted_name], request.token_times_s
-            num_before = len(times_s)
-            lost_s = stats.add_tokens(request, item.new_token_ids, at_s, has_result=item.has_result)
-            if len(times_s) == num_before:
-                continue
-            since_s = times_s[num_before - 1] if num_before else request.arrival_s
-            now = stats.now
-            sums = now.between_tokens if num_before else now.first_token
-            warmed_s, attached_s = request.warmed_s, request.attached_s
-            if (
-                since_s < only_steps_since_s
-                or (warmed_s is not None and since_s < warmed_s)
-                or (attached_s is not None and since_s < attached_s)
-            ):
-                stages = start.divide(since_s, at_s, warmed_s, attached_s)
-                sums.add(stages)
-                if lost_s > 0:
-                    _add_lateness(now.lateness, lost_s, stages, at_s - since_s)
-            else:
-                sums.computing_s += at_s - since_s
-                now.lateness.computing_s += lost_s
 
 
 def _add_lateness(lateness: Lateness, lost_s: float, stages: RequestStages, time_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from gpupool_state import History, ModelRow, Registry, RequestRow
+from gpupool_state import ModelRow, RequestRow
 from gpupoold.api.request_ids import is_request, request_id_of
 from gpupoold.api.schemas_explain import (
     DeviceTurns,
@@ -16,10 +16,9 @@ from gpupoold.api.schemas_explain import (
     Why,
 )
 from gpupoold.control.accounting.model_stats import NUM_MINUTES, Counts, ModelStats
-from gpupoold.control.fleet.fleet import Fleet
 from gpupoold.control.fleet.states import ModelPhase
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.control.requests.dispatcher import Dispatcher
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.bodies import span_info
 from gpupoold.control.weights.cache import SnapshotCache
@@ -56,24 +55,13 @@ _STANDINGS = {
 GOOD_ATTAINMENT = 0.99
 
 
-class Explainer:
+class Explainer(ModelPart):
     """Answers ``GET /why``. Changes nothing."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        history: History,
-        dispatcher: Dispatcher,
-        fleet: Fleet,
-        workers: list[Worker],
-        cache: SnapshotCache,
-    ) -> None:
-        self._registry = registry
-        self._history = history
-        self._dispatcher = dispatcher
-        self._state = dispatcher.state
-        self._fleet = fleet
-        self._workers = workers
+    def __init__(self, parts: ControlParts, cache: SnapshotCache) -> None:
+        super().__init__(parts)
+        self._state = parts.dispatcher.state
+        self._workers = parts.supervisor.workers
         self._cache = cache
 
     async def why(self, name: str) -> Why:

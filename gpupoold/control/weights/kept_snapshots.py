@@ -88,10 +88,6 @@ class SavedSnapshots:
             return 0
         return sum(file.num_bytes for file in await asyncio.to_thread(self._files.list))
 
-    def is_known(self, of: SnapshotId) -> bool:
-        """Return whether ``look_up`` has found the key of a snapshot."""
-        return self._keys.get(of) is not None
-
     def key(self, of: SnapshotId) -> str | None:
         """Return the key of a snapshot, None before ``look_up``."""
         return self._keys.get(of)

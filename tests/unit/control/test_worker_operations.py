@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from gpupoold.config.schema import Settings
 from gpupoold.config.sections import LimitSettings
 from gpupoold.control.operations import WorkerOperations
 from gpupoold.domain import Role
@@ -20,8 +23,8 @@ def box() -> Box:
 
 
 def control_of(box: Box, drain_timeout_s: float = 60.0) -> WorkerOperations:
-    limits = LimitSettings(drain_timeout=drain_timeout_s)
-    return WorkerOperations(limits, box.dispatcher, box.workers)
+    settings = SimpleNamespace(limits=LimitSettings(drain_timeout=drain_timeout_s))
+    return WorkerOperations(cast(Settings, settings), box.dispatcher, box.workers)
 
 
 def draining(box: Box) -> list[bool]:

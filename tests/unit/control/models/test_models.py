@@ -265,7 +265,7 @@ async def test_the_same_name_is_added_once_at_a_time(box: ModelsBox) -> None:
         await first
     box.slow.clear()
     async for _ in box.lifecycle.add(request(box, "new")):  # leaves at the first line
-        assert box.fleet.availability("new").phase is ModelPhase.CHECKING
+        assert box.fleet.availability("new").phase is ModelPhase.PROPOSED
         with pytest.raises(Refused, match="'new' is being added already"):
             await added(box, "new")
         break

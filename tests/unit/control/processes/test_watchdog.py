@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
+from gpupoold.config.schema import Settings
+from gpupoold.config.sections import LimitSettings
 from gpupoold.control.processes.supervised import Watch, Watchdog
 
 HANG_S = 60.0
@@ -16,10 +21,14 @@ class Worker:
 
     watch: Watch | None = field(default_factory=lambda: Watch(0.0))
     is_excused: bool = False
+    note_end: Callable[[Worker, str], None] = field(default=lambda worker, reason: None)
 
     def __post_init__(self) -> None:
         assert self.watch is not None
         self.watch.came_up(0.0)
+
+    def end(self, reason: str) -> None:
+        self.note_end(self, reason)
 
 
 class Post:
@@ -28,7 +37,10 @@ class Post:
     def __init__(self, *workers: Worker) -> None:
         self.ended: list[tuple[float, Worker, str]] = []
         self.now_s = 0.0
-        self._dog = Watchdog(workers, self._end, lambda: (HANG_S, START_S))
+        for worker in workers:
+            worker.note_end = self._end
+        limits = LimitSettings(hang_timeout=HANG_S, load_timeout=START_S)
+        self._dog = Watchdog(cast(Any, workers), cast(Settings, SimpleNamespace(limits=limits)))
 
     def look_until(self, end_s: float) -> None:
         while self.now_s < end_s:

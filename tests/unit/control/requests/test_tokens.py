@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 from hypothesis import given, strategies as st
 
 from gpupoold.control.accounting.model_stats import Counts, ModelStats
 from gpupoold.control.live_requests import LiveRequests
-from gpupoold.control.requests.accounts import TokenCounter
+from gpupoold.control.requests.accounts import Accounts
 from gpupoold.domain import RequestStages, Targets
 from gpupoold.scheduling.events import DeviceUp, Turn
 from gpupoold.scheduling.state import DeviceState, State
@@ -30,22 +31,22 @@ class Bench:
         self.live = LiveRequests()
         self.request = live_request()
         self.live.add(self.request)
-        self.stats = {"m": ModelStats()}
         self.charged: list[tuple[str, int]] = []
-        self.tokens = TokenCounter(
-            self.live,
-            self.stats,
-            State(devices={0: device}),
-            lambda *charged: self.charged.append(charged),
+        history = SimpleNamespace(record_switch=lambda switch: None)
+        keys = SimpleNamespace(charge=lambda *charged: self.charged.append(charged))
+        self.accounts = Accounts(
+            cast(Any, history), self.live, State(devices={0: device}), cast(Any, keys)
         )
+        self.stats = self.accounts.stats
+        self.stats["m"] = ModelStats()
 
     def switch(self, at_s: float, total_s: float, model: str = "m", kv_s: float = 0.0) -> None:
         switch = replace(SWITCH, device=0, model=model, at_s=at_s, total_s=total_s, kv_s=kv_s)
-        self.tokens.switched(switch)
+        self.accounts.switched(switch)
 
     def token(self, at_s: float, number: int = 0) -> Counts:
         progress = [m.RequestProgress("r", [1]), m.RequestProgress("unknown", [1])]
-        self.tokens.stepped(number, m.StepOutputs("m", at_s, [], progress))
+        self.accounts.stepped(number, m.StepOutputs("m", at_s, [], progress))
         return self.stats["m"].now
 
 
@@ -71,7 +72,7 @@ def test_drafts_are_added_to_the_model_that_still_exists() -> None:
     bench = Bench()
     for model, drafts in (("m", (2, 8, 3)), ("m", (1, 4, 0)), ("removed", (1, 4, 4))):
         counts = m.DraftCounts(*drafts)
-        bench.tokens.stepped(0, m.StepOutputs(model, 1.0, [], [], drafts=counts))
+        bench.accounts.stepped(0, m.StepOutputs(model, 1.0, [], [], drafts=counts))
     assert bench.stats["m"].drafts == m.DraftCounts(3, 12, 3)
     assert bench.stats["m"].drafts.acceptance_length == 2.0
     assert m.DraftCounts().acceptance_length is None
@@ -80,7 +81,7 @@ def test_drafts_are_added_to_the_model_that_still_exists() -> None:
 def test_tokens_of_one_step_have_their_own_deadlines_and_no_time_between_them() -> None:
     bench = Bench()
     bench.token(1.0)
-    bench.tokens.stepped(0, m.StepOutputs("m", 1.5, [], [m.RequestProgress("r", [1, 2, 3])]))
+    bench.accounts.stepped(0, m.StepOutputs("m", 1.5, [], [m.RequestProgress("r", [1, 2, 3])]))
     now = bench.stats["m"].now
     assert now.tokens == 4
     assert len(now.tbt) == 3
@@ -186,7 +187,7 @@ def test_waiting_during_the_turn_for_kv_from_another_device() -> None:
 
 def test_progress_without_a_token_has_no_stages() -> None:
     bench = Bench()
-    bench.tokens.stepped(0, m.StepOutputs("m", 5.0, [], [m.RequestProgress("r", [], "abort")]))
+    bench.accounts.stepped(0, m.StepOutputs("m", 5.0, [], [m.RequestProgress("r", [], "abort")]))
     now = bench.stats["m"].now
     assert stages(now.first_token) == [0.0] * 5
     assert now.first_tokens == 0
@@ -238,7 +239,7 @@ def test_stages_are_never_negative_and_make_up_ttft_and_tbt(steps: list[Step]) -
         bench.request.attached_s = None if one.attached_s is None else at_s + one.attached_s
         at_s += one.pause_s
         progress = [m.RequestProgress("r", [1] * one.num_tokens)]
-        bench.tokens.stepped(one.device, m.StepOutputs("m", at_s, [], progress))
+        bench.accounts.stepped(one.device, m.StepOutputs("m", at_s, [], progress))
     now = bench.stats["m"].now
     assert now.first_token.total_s == pytest.approx(now.ttft.sum_s, abs=1e-9)
     assert now.between_tokens.total_s == pytest.approx(now.tbt.sum_s, abs=1e-9)

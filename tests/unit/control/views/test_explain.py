@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
 from gpupool_state import DATABASE_NAME, Database, History, Registry
 from gpupoold.config.sections import DeviceSettings
+from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.views.explain import Explainer
 from gpupoold.domain import DeviceActivity, ModelName, ModelSpec, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
@@ -25,14 +28,15 @@ class Told:
     def __init__(self, db: Database, history: History) -> None:
         self.registry, self.history = Registry(db), history
         self.bench = Bench(history)
-        self.explainer = Explainer(
+        parts = ControlParts(
+            cast(Any, None),
             self.registry,
             history,
-            self.bench.dispatcher,
             self.bench.fleet,
-            [self.bench.worker],
-            self.bench.box.cache,
+            self.bench.dispatcher,
+            cast(Any, SimpleNamespace(workers=[self.bench.worker])),
         )
+        self.explainer = Explainer(parts, self.bench.box.cache)
 
 
 @pytest_asyncio.fixture

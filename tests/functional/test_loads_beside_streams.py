@@ -20,7 +20,7 @@ from tests.functional.worker_peer import WorkerPeer, encode_request
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PROMPTS = {"one": list(range(5, 95)), "two": list(range(40, 61))}
-NUM_TOKENS = 400
+NUM_TOKENS = 300
 SHORT_TOKENS = 24
 
 
@@ -169,7 +169,7 @@ def test_live_requests_survive_a_load_that_takes_their_pages(
     assert {name: peer.tokens[name] for name in PROMPTS} == {name: alone[name] for name in PROMPTS}
 
 
-@pytest.mark.parametrize("is_idle", [True, False])
+@pytest.mark.parametrize("is_idle", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_load_gets_the_pages_of_models_on_a_small_card(
     small_card: WorkerPeer, alone: dict[str, list[int]], tiny_models: dict[str, Path], is_idle: bool
 ) -> None:

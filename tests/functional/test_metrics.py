@@ -27,7 +27,7 @@ from tests.functional.prometheus_server import (
 )
 
 MODELS = ("one", "two", "three")
-NUM_ASKED, NUM_TOKENS = 3, 40
+NUM_ASKED, NUM_TOKENS = 3, 24
 # Room for one of the three, so that they take turns.
 CONFIG = """
 [[device]]

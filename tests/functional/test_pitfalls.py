@@ -98,7 +98,7 @@ def test_pitfall_27_a_self_check_waits_for_room(peer: WorkerPeer) -> None:
     for request_id in short:
         peer.ask(name, request_id, [random.Random(request_id).randrange(300, 1900)], max_tokens=1)
     peer.run_until_ended(*short)
-    long = [f"long-{n}" for n in range(40)]
+    long = [f"long-{n}" for n in range(24)]
     for number, request_id in enumerate(long):
         peer.ask(name, request_id, prompt(number)[:30], max_tokens=200)
     while not set(long) <= set(peer.ended):

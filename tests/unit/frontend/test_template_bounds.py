@@ -138,9 +138,9 @@ def test_ends_at_the_limit_leave_nothing_behind(limit: RenderLimit) -> None:
         return "done"
 
     outcomes = set()
-    for number in range(40):
+    for number in range(24):
         try:
-            outcomes.add(limit.run(busy, time.thread_time() + 0.04 + number * 0.003))
+            outcomes.add(limit.run(busy, time.thread_time() + 0.04 + number * 0.002))
         except VLLMValidationError:
             outcomes.add("ended")
         time.sleep(0)

@@ -16,7 +16,7 @@ from vllm.distributed import parallel_state, tensor_model_parallel_all_reduce
 from vllm.distributed.parallel_state import graph_capture
 
 from gpupoold.memory.device import Device
-from gpupoold.memory.group.follower import FollowerMemory
+from gpupoold.memory.group.device import FollowerMemory
 from gpupoold.memory.group.link import OrderCount, RankLost, run_files, run_orders
 from gpupoold.worker.device import open_device
 from gpupoold.worker.engine.vllm_process import join_group, keep_generators

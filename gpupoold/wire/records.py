@@ -142,7 +142,7 @@ class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
 
     The blocks are those that the next tokens need, KV cache group by KV cache group. Their bytes,
     row by row, are at ``(offset, num_bytes)`` of the host cache of worker ``source``. The message
-    carries an eventfd that signals the arrival of the bytes (:mod:`gpupoold.memory.kv_transfers`).
+    carries an eventfd that signals the arrival of the bytes (:mod:`gpupoold.memory.transfers`).
     """
 
     transfer_id: str

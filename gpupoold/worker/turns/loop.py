@@ -13,7 +13,7 @@ from gpupoold.domain import DeviceActivity, Targets
 from gpupoold.errors import NoSuchModel
 from gpupoold.memory.device import OutOfPages
 from gpupoold.memory.host import Slot
-from gpupoold.memory.kv_transfers import Arrival
+from gpupoold.memory.transfers import Arrival
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import set_log_level
 from gpupoold.wire import messages as m

@@ -15,8 +15,7 @@ from gpupoold.domain import FinalFailure, Targets
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.device import Device
 from gpupoold.memory.host import HostSlot, KvHostCache, Slot
-from gpupoold.memory.kv_transfers import Arrival, PeerCache, PeerSlot
-from gpupoold.memory.transfers import DeviceThread, Transfer
+from gpupoold.memory.transfers import Arrival, DeviceThread, PeerCache, PeerSlot, Transfer
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import FrameTooLong

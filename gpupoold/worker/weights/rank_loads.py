@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from gpupoold.errors import Failed
 from gpupoold.memory.device import AddressRange, Device
-from gpupoold.memory.group.device import GroupDevice
-from gpupoold.memory.group.follower import FollowerMemory
+from gpupoold.memory.group.device import FollowerMemory, GroupDevice
 from gpupoold.memory.group.link import Link, OrderBook, OrderCount
 from gpupoold.memory.host import HostBuffer, touch_pages
 from gpupoold.memory.libc import create_memfd, prefer_node

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from gpupoold.memory.host import HostSlot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
-from gpupoold.memory.kv_transfers import PeerCache, PeerSlot
-from gpupoold.memory.transfers import DeviceThread, Transfer
+from gpupoold.memory.transfers import DeviceThread, PeerCache, PeerSlot, Transfer
 from tests.unit.memory.ledger import MemoryLedger
 from tests.unit.memory.rig import GatedCopyStream, Rig, fill_blocks, geometry_of, read
 

@@ -15,8 +15,7 @@ import pytest
 from gpupoold.memory.cuda.driver import CudaError
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostSlot, KvHostCache
-from gpupoold.memory.kv_transfers import Arrival, PeerCache
-from gpupoold.memory.transfers import DeviceThread
+from gpupoold.memory.transfers import Arrival, DeviceThread, PeerCache
 from tests.unit.memory.rig import PAGE, pattern, read, write
 
 WAIT_S = 30.0
@@ -228,7 +227,7 @@ class TestArrival:
         assert not arrival.is_signalled()
         assert not arrival.has_arrived()
         code = (
-            "import sys; from gpupoold.memory.kv_transfers import Arrival\n"
+            "import sys; from gpupoold.memory.transfers import Arrival\n"
             "arrival = Arrival(int(sys.argv[1]))\n"
             f"for has_arrived in {told}: arrival.signal(has_arrived)\n"
         )
@@ -248,7 +247,7 @@ class TestArrival:
     def test_another_process_is_woken(self, project_env: dict[str, str], has_arrived: bool) -> None:
         arrival = Arrival()
         code = (
-            "import select, sys; from gpupoold.memory.kv_transfers import Arrival\n"
+            "import select, sys; from gpupoold.memory.transfers import Arrival\n"
             "arrival = Arrival(int(sys.argv[1]))\n"
             "print(arrival.is_signalled(), flush=True)\n"
             "select.select([arrival.fd], [], [])\n"

@@ -15,8 +15,7 @@ from gpupoold.errors import Failed
 from gpupoold.memory import libc
 from gpupoold.memory.device import AddressRange, Copy, Direction, PagePool, PageRun
 from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.group.device import GroupDevice
-from gpupoold.memory.group.follower import FollowerMemory
+from gpupoold.memory.group.device import FollowerMemory, GroupDevice
 from gpupoold.memory.group.link import Link, OrderBook, OrderCount, RankLost, run_files, run_orders
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.libc import create_memfd

@@ -13,8 +13,7 @@ import pytest
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.kv_transfers import Arrival, PeerSlot
-from gpupoold.memory.transfers import Transfer
+from gpupoold.memory.transfers import Arrival, PeerSlot, Transfer
 from gpupoold.wire import messages as m
 from gpupoold.worker.engine.block_demand import ComputedKv
 from gpupoold.worker.turns.requests import KvMigrations

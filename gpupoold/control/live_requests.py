@@ -450,9 +450,6 @@ class RequestListener:
     def grammar_refused(self, refused: GrammarRefused) -> None:
         """Handle a grammar that has exceeded a bound in a worker."""
 
-    def answered(self, model: str) -> None:
-        """Handle an end without an error, or progress beyond the token of an earlier crash."""
-
     def convicted(self, model: str, request_id: str) -> None:
         """Handle the end of a request that crashed a worker when retried alone."""
 

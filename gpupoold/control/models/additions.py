@@ -32,7 +32,6 @@ from gpupoold.control.models.parts import (
     ControlParts,
     ModelPart,
     check_names_free,
-    find_model,
     uncut,
 )
 from gpupoold.control.models.snapshots import ModelSnapshots
@@ -157,7 +156,7 @@ class Additions(ModelPart):
         self._snapshots.touch(spec.name)  # else a new engine would be the first to be evicted
         text = f"serving from {spec.path}"
         self._history.record_event("info", "model_added", spec.name, text)
-        return await find_model(self._registry, spec.name)
+        return await self.find(spec.name)
 
     async def _register(self, spec: ModelSpec) -> ModelRow:
         added = await self._registry.add(spec)

@@ -52,7 +52,7 @@ class CacheControl(ModelPart):
             NoSuchModel: the model is not registered.
             Refused: the pinned snapshots would exceed the cache.
         """
-        row = await self._lifecycle.find(name)
+        row = await self.find(name)
         model = row.spec.name
         saved_bytes = await self._saved.sizes()
         if is_pinned:
@@ -72,7 +72,7 @@ class CacheControl(ModelPart):
             NoSuchModel: the model is not registered.
             Refused: the snapshot is pinned, in use or loading.
         """
-        row = await self._lifecycle.find(name)
+        row = await self.find(name)
         await self._host_budget.drop(row.spec.name)
         return self._view(row, await self._saved.sizes())
 
@@ -99,7 +99,7 @@ class CacheControl(ModelPart):
             TimedOut: requests were left after the drain timeout.
             Failed: a worker does not answer.
         """
-        spec = (await self._lifecycle.find(name)).spec
+        spec = (await self.find(name)).spec
         model = spec.name
         check_own_model(spec, name, "memory")
         if model in self._cache.pinned and not keep_host:

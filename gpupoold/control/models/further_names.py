@@ -28,7 +28,6 @@ from gpupoold.control.models.parts import (
     ControlParts,
     ModelPart,
     check_names_free,
-    find_model,
     uncut,
 )
 from gpupoold.control.workers.worker import Worker
@@ -70,7 +69,7 @@ class Presets(ModelPart):
         check_defaults(request.defaults)
         preset = Preset(request.name, request.defaults, request.ttft_s, request.tbt_s)
         await check_names_free(self._registry, (preset.name,))
-        spec = (await find_model(self._registry, request.base)).spec
+        spec = (await self.find(request.base)).spec
         await self._inspector.check(replace(spec, presets=(preset,)))
         async with self._fleet.alone(spec.name, beside_steps=True):
             row = await self._registry.add_further(spec.name, preset)
@@ -88,9 +87,9 @@ class Presets(ModelPart):
         Raises:
             NoSuchModel: no preset has this name.
         """
-        model = (await find_model(self._registry, name)).spec.name
+        model = (await self.find(name)).spec.name
         async with self._fleet.alone(model, beside_steps=True):
-            spec = (await find_model(self._registry, name)).spec
+            spec = (await self.find(name)).spec
             if not isinstance(spec.further_named(name), Preset):
                 raise NoSuchModel(f"no preset is named {name!r}", "see `gpupool list`")
             row = await self._registry.remove_further(name)
@@ -165,7 +164,7 @@ class ModelAdapters(ModelPart):
         await check_names_free(self._registry, (request.name,))
         proposal = self._fleet.propose((request.name,))
         try:
-            base = await find_model(self._registry, request.base)
+            base = await self.find(request.base)
             found: Adapter | None = None
             async for step in self._found(request, base):
                 if isinstance(step, Progress):
@@ -229,7 +228,7 @@ class ModelAdapters(ModelPart):
             Refused: the adapter has live requests and ``mode`` is "refuse".
             TimedOut: requests were left after the drain timeout.
         """
-        row = await find_model(self._registry, name)
+        row = await self.find(name)
         if not isinstance(row.spec.further_named(name), Adapter):
             raise NoSuchModel(f"no adapter is named {name!r}", "see `gpupool list`")
         if mode == "refuse":
@@ -248,7 +247,7 @@ class ModelAdapters(ModelPart):
 
     async def _add(self, base: str, adapter: Adapter) -> ModelRow:
         """Make the engines take the adapter, then add the adapter; undo the addition on failure."""
-        row = await find_model(self._registry, base)
+        row = await self.find(base)
         changes = options_for(row.spec.engine, adapter.rank)
         if changes:
             await self._set_model(row.spec.name, SetModelRequest(engine=dict(changes)))
@@ -296,7 +295,7 @@ class ModelAdapters(ModelPart):
         return [one for one in ready if self._fleet.hosts.of(base, one.number).is_ordered]
 
     async def _forget(self, name: str) -> ModelRow:
-        row = await find_model(self._registry, name)
+        row = await self.find(name)
         adapter = row.spec.further_named(name)
         if not isinstance(adapter, Adapter):
             return row  # another removal was faster

@@ -26,7 +26,6 @@ from gpupoold.control.models.parts import (
     ControlParts,
     ModelPart,
     check_own_model,
-    find_model,
     uncut,
 )
 from gpupoold.control.models.perform import Failures, Performer
@@ -120,9 +119,6 @@ class ModelLifecycle(ModelPart, RequestListener):
 
     def grammar_refused(self, refused: GrammarRefused) -> None:
         self._frontends.send(refused)
-
-    def answered(self, model: str) -> None:
-        self._fleet.breakers.answered(model)
 
     def convicted(self, model: str, request_id: str) -> None:
         self._failures.convicted(model, request_id)
@@ -233,10 +229,6 @@ class ModelLifecycle(ModelPart, RequestListener):
             await asyncio.sleep(LOAD_GRACE_S)
             reason = f"the load of {name} did not stop within {LOAD_GRACE_S:g} s of its removal"
             self._supervisor.end_loads(name, reason)
-
-    async def find(self, name: str) -> ModelRow:
-        """See :func:`find_model`."""
-        return await find_model(self._registry, name)
 
     async def warm(self, name: str) -> ModelRow:
         """Restore a model's snapshot to host memory, and load the model on workers without an

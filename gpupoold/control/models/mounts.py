@@ -11,7 +11,7 @@ from gpupool_state import ModelRow
 from gpupoold.control.frontends import Frontend, Frontends, NotMounted
 from gpupoold.control.models.descriptions import to_load
 from gpupoold.control.models.inspection import Inspector
-from gpupoold.control.models.parts import ControlParts, ModelPart, find_model
+from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.domain import ModelSpec, ModelState
 from gpupoold.errors import GpupoolError
 from gpupoold.wire import messages as m
@@ -101,7 +101,7 @@ class ModelMounts(ModelPart):
 
     async def _mount(self, name: str) -> None:
         """Mount a model as registered now: an earlier description must not be mounted later."""
-        spec = (await find_model(self._registry, name)).spec
+        spec = (await self.find(name)).spec
         await self._inspector.check_chat(spec)
         loaded = self._fleet.loaded(name)
         if loaded is None:

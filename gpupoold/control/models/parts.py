@@ -50,6 +50,18 @@ class ModelPart:
         self._dispatcher = parts.dispatcher
         self._supervisor = parts.supervisor
 
+    async def find(self, name: str) -> ModelRow:
+        """Return the model of this name or alias.
+
+        Raises:
+            NoSuchModel: there is none; the registered names are in the hint.
+        """
+        row = await self._registry.get(name)
+        if row is None:
+            names = ", ".join(row.spec.name for row in await self._registry.list())
+            raise NoSuchModel(f"no model is named {name!r}", f"registered: {names or 'none'}")
+        return row
+
     def _check_idle(self, model: str) -> None:
         """Raise Refused if the model or adapter has live requests."""
         num_live = self._num_live(model)
@@ -108,16 +120,3 @@ def check_own_model(spec: ModelSpec, name: str, what: str) -> None:
             f"{name} is {kind_of(spec, name)} and has no {what} of its own",
             f"use the name {spec.name}, or remove {name} with `gpupool rm {name}`",
         )
-
-
-async def find_model(registry: Registry, name: str) -> ModelRow:
-    """Return the model of this name or alias.
-
-    Raises:
-        NoSuchModel: there is none; the registered names are in the hint.
-    """
-    row = await registry.get(name)
-    if row is None:
-        names = ", ".join(row.spec.name for row in await registry.list())
-        raise NoSuchModel(f"no model is named {name!r}", f"registered: {names or 'none'}")
-    return row

@@ -511,7 +511,7 @@ class Dispatcher:
         for model in self.isolation.take_attributed() if requests else ():
             self.listener.acquitted(model)
         for request in requests:
-            self.listener.answered(request.model)
+            self._fleet.breakers.answered(request.model)
 
     def _remove(self, request_id: str, reason: FinishReason, error: str = "") -> None:
         """Remove the record of a request after the end in the core."""

@@ -30,9 +30,6 @@ class Verdicts(RequestListener):
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
 
-    def answered(self, model: str) -> None:
-        self._rig.breakers.answered(model)
-
     def convicted(self, model: str, request_id: str) -> None:
         self._rig.failures.convicted(model, request_id)
 

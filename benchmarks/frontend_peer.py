@@ -6,6 +6,7 @@ checkpoint without weights; a step gives each request a token.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -196,7 +197,8 @@ def start_frontend(wire: socket.socket, listener: socket.socket) -> subprocess.P
     """The process as the daemon starts it, which has vLLM imported already: its end of the
     channel, and where clients connect."""
     descriptors = (wire.fileno(), listener.fileno())
-    command = [sys.executable, "-m", FRONTEND, "--settings", '{"log_level": "warning"}']
+    settings = {"log_level": "warning", "batches_folder": "/dev/null/none"}
+    command = [sys.executable, "-m", FRONTEND, "--settings", json.dumps(settings)]
     command += ["--wire-fd", str(descriptors[0]), "--listen-fd", str(descriptors[1])]
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(command, pass_fds=descriptors, env=os.environ | {"PYTHONPATH": path})

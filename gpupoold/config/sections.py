@@ -475,14 +475,14 @@ class IdleSettings(Section):
 class FrontendSettings(Section):
     """Settings of a frontend from its start to its end, which the daemon sends as JSON.
 
-    ``number`` distinguishes the frontends; the first runs the batches in ``batches_folder``, None
-    without batches. A stopping frontend that ``refuses_at_end`` answers new connections with 503.
+    ``number`` distinguishes the frontends; all serve the batches in ``batches_folder``, which the
+    first runs. A stopping frontend that ``refuses_at_end`` answers new connections with 503.
     """
 
     number: int = 0
+    batches_folder: AbsolutePath
     log_level: str = "info"
     refuses_at_end: bool = False
     server: ServerSettings = ServerSettings()
     traces: TracesSettings = TracesSettings()
     batches: BatchSettings = BatchSettings()
-    batches_folder: AbsolutePath | None = None

@@ -26,7 +26,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int)
-    parser.add_argument("--settings", type=_settings, default="{}")
+    parser.add_argument("--settings", type=_settings, required=True)
     return parser
 
 

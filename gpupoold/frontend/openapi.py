@@ -44,23 +44,16 @@ _REF_PREFIX = "#/components/schemas/"
 
 
 def describe(
-    engines: Iterable[Mapping[str, Any]],
-    is_served: Callable[[str], bool],
-    *,
-    has_batches: bool = False,
+    engines: Iterable[Mapping[str, Any]], is_served: Callable[[str], bool]
 ) -> dict[str, Any]:
     """The description.
 
     Args:
         engines: those of the models' APIs, one per kind; empty while no model is mounted.
         is_served: whether a path of a model's API is within reach.
-        has_batches: whether files and batches are served.
     """
-    paths: dict[str, Any] = dict(_own_paths())
-    schemas: dict[str, Any] = {}
-    if has_batches:
-        paths |= batches.PATHS
-        schemas |= batches.SCHEMAS
+    paths: dict[str, Any] = dict(_own_paths()) | batches.PATHS
+    schemas: dict[str, Any] = dict(batches.SCHEMAS)
     version = "3.1.0"
     for engine in engines:
         version = engine.get("openapi", version)

@@ -127,10 +127,10 @@ _PATTERNS = {
     re.compile(r"/v1/models/.+", re.DOTALL): _READ,
     re.compile(r"/v1/responses/[^/]+"): ("GET",),
     re.compile(r"/v1/responses/[^/]+/cancel"): ("POST",),
-}
-_BATCH_PATTERNS = {
-    re.compile(re.sub(r"\{\w+\}", "[^/]+", path)): tuple(sorted(map(str.upper, operations)))
-    for path, operations in BATCH_PATHS.items()
+    **{
+        re.compile(re.sub(r"\{\w+\}", "[^/]+", path)): tuple(sorted(map(str.upper, operations)))
+        for path, operations in BATCH_PATHS.items()
+    },
 }
 
 
@@ -153,8 +153,8 @@ class Services:
     """What a frontend serves beside the models' APIs, and asks of the daemon for this."""
 
     metrics: MetricsCalls
+    batches: BatchService
     traces: Traces = field(default_factory=lambda: Traces(""))
-    batches: BatchService | None = None
     fleet_calls: FleetCalls = field(default_factory=FleetCalls)
 
 
@@ -198,7 +198,7 @@ class Router:
         if path.startswith(CHECKPOINTS_PATH):
             await self._checkpoint_files.serve(scope, receive, send)
             return
-        methods = methods_of(path, has_batches=self.services.batches is not None)
+        methods = methods_of(path)
         if method == "OPTIONS" and methods:
             check_origin(scope["headers"], self.callers)
             await send_empty(send, [allow_header(methods)])
@@ -225,14 +225,13 @@ class Router:
         elif path.startswith(RESPONSES_PREFIX):
             await self.callers.begin(caller)
             await self._route_by_response(caller, without_credentials(scope), receive, send)
-        elif self.services.batches is not None and path.startswith(("/v1/files", "/v1/batches")):
+        elif path.startswith(("/v1/files", "/v1/batches")):
             await self.callers.begin(caller)
             await self.services.batches.serve(caller, without_credentials(scope), receive, send)
         elif path == METRICS_PATH:
             await self.services.metrics.serve(send, with_body=with_body)
         elif path == OPENAPI_PATH:
-            engines, has_batches = await self.mounts.openapi(), self.services.batches is not None
-            description = describe(engines, _is_served, has_batches=has_batches)
+            description = describe(await self.mounts.openapi(), _is_served)
             await send_json(send, 200, description, with_body=with_body)
         else:
             status, body = self._own_answer(path, caller)
@@ -451,7 +450,7 @@ def _file(found: dict[Path, Manifest], commit: str, file: str) -> Response | Non
     return None
 
 
-def methods_of(path: str, *, has_batches: bool) -> tuple[str, ...]:
+def methods_of(path: str) -> tuple[str, ...]:
     """Return the methods of a path, empty for a path that is not served.
 
     Only these paths are served. The applications behind also register operator endpoints (scaling,
@@ -459,8 +458,7 @@ def methods_of(path: str, *, has_batches: bool) -> tuple[str, ...]:
     """
     if path in _FIXED:
         return _FIXED[path]
-    patterns = _PATTERNS | _BATCH_PATTERNS if has_batches else _PATTERNS
-    return next((methods for one, methods in patterns.items() if one.fullmatch(path)), ())
+    return next((methods for one, methods in _PATTERNS.items() if one.fullmatch(path)), ())
 
 
 def without_slash(path: str) -> str:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.server import ServerState
 
+from gpupool_state.batches import BatchRow
 from gpupoold.access.tls import Tls
 from gpupoold.config.sections import FrontendSettings, ServerSettings
 from gpupoold.errors import Failed, GpupoolError
@@ -110,18 +111,14 @@ class FrontendServer:
         self._mounts = Mounts(self._collector.note_garbage)
         self._fleet_calls = FleetCalls()
         self._traces = Traces(settings.traces.endpoint, settings.traces.share)
-        self._batches = (
-            None
-            if settings.batches_folder is None
-            else BatchService(
-                settings.batches_folder,
-                settings.batches,
-                self._bounds.in_flight,
-                self._callers,
-                runs_batches=settings.number == 0,
-            )
+        self._batches = BatchService(
+            settings.batches_folder,
+            settings.batches,
+            self._bounds.in_flight,
+            self._callers,
+            runs_batches=settings.number == 0,
         )
-        services = Services(self._metrics, self._traces, self._batches, self._fleet_calls)
+        services = Services(self._metrics, self._batches, self._traces, self._fleet_calls)
         self._router = Router(
             self._catalog, self._mounts, self._gates, self._callers, self._bounds, services
         )
@@ -144,7 +141,7 @@ class FrontendServer:
         measuring = asyncio.create_task(measure_lag(self._lags_s.append))
         collecting = asyncio.create_task(self._collector.run())
         leaving = asyncio.create_task(self._follow_daemon())
-        batches = asyncio.create_task(self._run_batches())
+        batches = asyncio.create_task(self._batches.run(self._router.ask, self._tell_wait))
         self._channel.send(FrontendReady(pid=os.getpid()))
         await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
         mounting.cancel()
@@ -281,12 +278,8 @@ class FrontendServer:
             self._callers.asked(message)
         self._channel.send(message)
 
-    async def _run_batches(self) -> None:
-        if self._batches is not None:
-            await self._batches.run(
-                self._router.ask,
-                lambda batch, reason: self._try_to_send(BatchWaits(batch.id, batch.owner, reason)),
-            )
+    def _tell_wait(self, batch: BatchRow, reason: str) -> None:
+        self._try_to_send(BatchWaits(batch.id, batch.owner, reason))
 
     def _try_to_send(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(ChannelClosed):  # the reading task handles the daemon's end

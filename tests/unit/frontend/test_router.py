@@ -7,12 +7,15 @@ import json
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpupoold.config.sections import BatchSettings
 from gpupoold.domain import Adapter
 from gpupoold.frontend import body
+from gpupoold.frontend.batches.service import BatchService
 from gpupoold.frontend.callers import Callers
 from gpupoold.frontend.errors import ApiError
 from gpupoold.frontend.gates import Gates, WaitComments
@@ -61,7 +64,10 @@ class Served:
 
     def route(self) -> None:
         """A new router over what there is now."""
-        services = Services(self.daemon.calls)
+        batches = BatchService(
+            Path("/none"), BatchSettings(), self.bounds.in_flight, self.callers, runs_batches=False
+        )
+        services = Services(self.daemon.calls, batches)
         self.router = Router(
             self.catalog, self.mounts, self.gates, self.callers, self.bounds, services
         )

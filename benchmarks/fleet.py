@@ -38,8 +38,7 @@ from gpupoold.api.schemas_models import AddModelRequest
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.domain import Targets
 from gpupoold.fleet.cluster import FleetSpec
-from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
-from gpupoold.sim.model import SimModel
+from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, SimModel, box_models, parse_box
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
 from gpupoold.stats.histogram import percentile
 

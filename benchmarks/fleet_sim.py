@@ -29,12 +29,11 @@ from gpupoold.fleet.placement import changes
 from gpupoold.scheduling.policies.planned_turns import Tuning
 from gpupoold.scheduling.policies.rebalancing import expected_work
 from gpupoold.scheduling.pressure import ModelDemand
-from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, parse_box
+from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, SimModel, box_models, parse_box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
-from gpupoold.sim.host_defaults import host_memory
+from gpupoold.sim.host import host_memory
 from gpupoold.sim.metrics import RequestResult, summarise
-from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import make_policy
 from gpupoold.sim.workloads import SimRequest, poisson_workload
 

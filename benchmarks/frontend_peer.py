@@ -20,8 +20,7 @@ from typing import Any, Self
 import psutil
 
 from gpupoold.domain import ModelName
-from gpupoold.simdevice.models import know
-from gpupoold.simdevice.synthetic import seed_of
+from gpupoold.simdevice.models import know, seed_of
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.wire.messages import (
     AbortRequests,

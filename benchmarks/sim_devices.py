@@ -29,13 +29,12 @@ from benchmarks.processes import module_of
 from gpupoold.checkpoints.dummy import make_dummy_checkpoint
 from gpupoold.domain import Targets
 from gpupoold.errors import GpupoolError
-from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models, groups_text, parse_box
+from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, SimModel, box_models, groups_text, parse_box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
-from gpupoold.sim.host_defaults import host_bytes, host_memory
+from gpupoold.sim.host import host_bytes, host_memory
 from gpupoold.sim.lengths import Lengths, sharegpt_lengths
 from gpupoold.sim.metrics import summarise
-from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import make_policy
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
 from gpupoold.stats.histogram import percentile

@@ -22,7 +22,7 @@ from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
-from gpupoold.sim.host_defaults import host_memory
+from gpupoold.sim.host import host_memory
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.presets import poisson_panel
 from gpupoold.sim.scenario import Overrides, Scenario, build_scenario

@@ -23,11 +23,11 @@ from benchmarks.private_daemon import PrivateDaemon
 from benchmarks.sim_devices import Sent, send_all
 from gpupoold.domain import Targets
 from gpupoold.errors import Failed
+from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import read_table
 from gpupoold.sim.metrics import summarise
-from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import make_policy
 from gpupoold.sim.traces import fold_models, trace_requests
 from gpupoold.sim.workloads import SimRequest, model_names

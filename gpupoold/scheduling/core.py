@@ -229,7 +229,7 @@ class Core:
         is_cut_off = request.num_tokens >= limit
         if is_cut_off and limit < lengths.predict(name, request.prompt_tokens):
             return
-        lengths.observe(name, request.prompt_tokens, request.num_tokens, request.expected_tokens)
+        lengths.observe(name, request.prompt_tokens, request.num_tokens)
 
     def _stepped(self, event: e.Stepped, now_s: float) -> None:
         device = self.state.devices.get(event.device)

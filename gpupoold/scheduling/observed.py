@@ -49,39 +49,6 @@ def prompt_class(num_prompt_tokens: int) -> int:
     return min(max(num_prompt_tokens - 1, 0).bit_length(), NUM_PROMPT_CLASSES - 1)
 
 
-class RunningMoments:
-    """Mean and standard deviation over all values seen, in three numbers."""
-
-    __slots__ = ("_mean", "_num_values", "_square_sum")
-
-    def __init__(self) -> None:
-        self._num_values = 0
-        self._mean = 0.0
-        self._square_sum = 0.0  # of distances from the mean
-
-    @property
-    def num_values(self) -> int:
-        """Number of added values."""
-        return self._num_values
-
-    @property
-    def mean(self) -> float:
-        """Mean of the values; 0 without any."""
-        return self._mean
-
-    @property
-    def deviation(self) -> float:
-        """Standard deviation of the values as a population; 0 without any."""
-        return math.sqrt(self._square_sum / self._num_values) if self._num_values else 0.0
-
-    def add(self, value: float) -> None:
-        """Add a value (Welford's update)."""
-        self._num_values += 1
-        distance = value - self._mean
-        self._mean += distance / self._num_values
-        self._square_sum += distance * (value - self._mean)
-
-
 class RecentLengths:
     """The latest lengths of one class and their running sum."""
 
@@ -126,53 +93,33 @@ class RecentLengths:
         return sum(longer) / len(longer) if longer else None
 
 
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """Error of one model's predictions: real minus predicted output tokens.
-
-    ``mean`` is the bias, ``deviation`` the standard deviation.
-    """
-
-    num_requests: int
-    mean: float
-    deviation: float
-
-
 class _ModelHistory:
-    """The lengths and errors of one model."""
+    """The lengths of one model, by class and of all."""
 
-    __slots__ = ("classes", "errors", "recent", "window")
+    __slots__ = ("classes", "recent", "window")
 
     def __init__(self, window: int) -> None:
         self.window = window
         self.classes: dict[int, RecentLengths] = {}
         self.recent = RecentLengths(window)
-        self.errors = RunningMoments()
 
     def of_class(self, length_class: int) -> RecentLengths:
         return self.classes.setdefault(length_class, RecentLengths(self.window))
 
 
+@dataclass(slots=True)
 class OutputLengthPredictor:
-    """Predicts output lengths from finished requests, and records the prediction errors."""
+    """Predicts output lengths from finished requests.
 
-    def __init__(
-        self,
-        default_tokens: float = DEFAULT_OUTPUT_TOKENS,
-        window: int = WINDOW,
-        max_models: int = MAX_MODELS,
-        prior_requests: float = PRIOR_REQUESTS,
-    ) -> None:
-        if default_tokens <= 0 or window < 1 or max_models < 1 or prior_requests < 0:
-            raise ValueError(
-                "default length, window and number of models must be above 0, a prior at least "
-                f"0, got {default_tokens}, {window}, {max_models}, {prior_requests}"
-            )
-        self._prior_requests = prior_requests
-        self._default_tokens = default_tokens
-        self._window = window
-        self._max_models = max_models
-        self._models: dict[str, _ModelHistory] = {}  # least recently observed first
+    ``window`` is the number of requests that count in each class.
+    """
+
+    default_tokens: float = DEFAULT_OUTPUT_TOKENS
+    window: int = WINDOW
+    max_models: int = MAX_MODELS
+    prior_requests: float = PRIOR_REQUESTS
+    _models: dict[str, _ModelHistory] = field(default_factory=dict, init=False)
+    """Least recently observed first."""
 
     @property
     def num_models(self) -> int:
@@ -187,10 +134,10 @@ class OutputLengthPredictor:
         length_class = prompt_class(num_prompt_tokens)
         history = self._models.get(model)
         if history is None:
-            return self._default_tokens
-        mean = history.recent.mean(self._default_tokens, self._prior_requests)
+            return self.default_tokens
+        mean = history.recent.mean(self.default_tokens, self.prior_requests)
         recent = history.classes.get(length_class)
-        return mean if recent is None else recent.mean(mean, self._prior_requests)
+        return mean if recent is None else recent.mean(mean, self.prior_requests)
 
     def predict_again(self, model: str, num_prompt_tokens: int, num_output_tokens: int) -> float:
         """Return the expected output tokens of a request that already has ``num_output_tokens``.
@@ -209,41 +156,25 @@ class OutputLengthPredictor:
         expected = self.predict(model, num_prompt_tokens)
         return expected if expected > num_output_tokens else max(1.0, 2.0 * num_output_tokens)
 
-    def observe(
-        self,
-        model: str,
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-        predicted_tokens: float | None = None,
-    ) -> None:
-        """Record a request that ended by itself.
+    def observe(self, model: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Record a request that ended by itself; aborted requests must be left out.
 
-        ``predicted_tokens`` is the prediction at its arrival, by default the present prediction.
-        Aborted requests must be left out. Raises ValueError for a negative length.
+        Raises ValueError for a negative length.
         """
         if num_output_tokens < 0:
             raise ValueError(f"an output has no negative length, got {num_output_tokens}")
-        if predicted_tokens is None:
-            predicted_tokens = self.predict(model, num_prompt_tokens)
         length_class = prompt_class(num_prompt_tokens)
-        history = self._models.pop(model, None) or _ModelHistory(self._window)
-        history.errors.add(num_output_tokens - predicted_tokens)
+        history = self._models.pop(model, None) or _ModelHistory(self.window)
         history.of_class(length_class).add(num_output_tokens)
         history.recent.add(num_output_tokens)
         self._models[model] = history
-        if len(self._models) > self._max_models:
+        if len(self._models) > self.max_models:
             del self._models[next(iter(self._models))]
 
     def recent(self, model: str) -> Sequence[int]:
         """Return the lengths of a model's latest answers, in no order."""
         history = self._models.get(model)
         return list(history.recent) if history is not None else []
-
-    def accuracy(self, model: str) -> Accuracy:
-        """Return the prediction error so far; all 0 for an unknown model."""
-        history = self._models.get(model)
-        errors = history.errors if history is not None else RunningMoments()
-        return Accuracy(errors.num_values, errors.mean, errors.deviation)
 
     def forget(self, model: str) -> None:
         """Drop the record of a model."""

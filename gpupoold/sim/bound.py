@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpupoold.latency.models import LatencyModel
-from gpupoold.sim.model import SimModel
+from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.workloads import SimRequest
 
 _NUM_SLOTS = 64

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
+from gpupoold.latency.models import LatencyModel
 from gpupoold.latency.profiles import latency_for
 from gpupoold.latency.shape import MAX_GROUP_GPUS, LatencyError, builtin_shape, hardware
-from gpupoold.sim.model import SimModel
+from gpupoold.scheduling.events import ModelAdded
+from gpupoold.scheduling.velocity import costs_of
 from gpupoold.sim.workloads import model_names
 
 # Activations, CUDA graphs and the framework's own memory (Aegaeon, section 7.1: about 10 %).
@@ -86,14 +88,11 @@ class Box:
         return Box(len(ordered), self.gpu, ordered[:1] if is_uniform else ordered)
 
 
-def parse_box(text: str, tensor_parallel_size: int | None = None) -> Box:
+def parse_box(text: str) -> Box:
     """Parse ``16xH800``, ``A10`` or ``2x4xH800`` (two groups of four), as in a configuration.
 
-    With ``tensor_parallel_size`` the GPUs are grouped anew.
-
     Raises:
-        UsageError: the form is wrong, there are no devices, the GPU is unknown, or GPUs are left
-            over.
+        UsageError: the form is wrong, there are no devices, or the GPU is unknown.
     """
     match = _DEVICES.fullmatch(text.strip())
     count, degree = (int(match[1] or 1), int(match[2] or 1)) if match is not None else (0, 0)
@@ -105,10 +104,9 @@ def parse_box(text: str, tensor_parallel_size: int | None = None) -> Box:
         raise UsageError(f"{text!r}: at most {_MAX_GPUS} GPUs fit in a box")
     _check_group(degree)
     try:
-        box = Box(count, hardware(match[3]).name, (degree,))
+        return Box(count, hardware(match[3]).name, (degree,))
     except LatencyError as error:
         raise UsageError(str(error)) from error
-    return box if tensor_parallel_size is None else box.grouped(tensor_parallel_size)
 
 
 def parse_groups(text: str) -> tuple[int, ...]:
@@ -191,3 +189,26 @@ def _model_on(box: Box, shape_name: str, targets: Targets) -> SimModel:
 def _check_group(degree: int) -> None:
     if degree > MAX_GROUP_GPUS:
         raise UsageError(f"a group has at most {MAX_GROUP_GPUS} GPUs, not {degree}")
+
+
+@dataclass(frozen=True, slots=True)
+class SimModel:
+    """A registered model on one kind of device."""
+
+    name: str
+    targets: Targets
+    latency: LatencyModel
+    weight_bytes: int
+    kv_bytes_per_token: int
+    generates: bool = True
+
+    def added(self) -> ModelAdded:
+        """Return the model's event for the scheduling core."""
+        return ModelAdded(
+            self.name,
+            self.targets,
+            self.weight_bytes,
+            self.kv_bytes_per_token,
+            costs_of(self.latency),
+            self.generates,
+        )

@@ -19,10 +19,10 @@ from gpupoold.domain import Targets
 from gpupoold.latency.models import LatencyModel
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.events import Turn
+from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.clock import EventQueue, Scheduled
 from gpupoold.sim.live import DeviceRequests, DeviceTally, SimLive
 from gpupoold.sim.memory import MovedBytes, SimMemory
-from gpupoold.sim.model import SimModel
 
 # The core learns of a segment's steps only when the segment ends, so a long segment would let the
 # core decide by outdated numbers. Compared with segments of a single step, attainments differ by

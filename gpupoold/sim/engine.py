@@ -15,13 +15,13 @@ from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.scheduling.velocity import costs_of
+from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.clock import EventPriority, EventQueue
 from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.host import HostMemory, ModelCache
 from gpupoold.sim.hosting import EngineCosts, Hosting
 from gpupoold.sim.live import DeviceTally, SimLive
 from gpupoold.sim.metrics import RequestResult
-from gpupoold.sim.model import SimModel
 from gpupoold.sim.workloads import SimRequest
 
 BLOCK_TOKENS = 16
@@ -203,7 +203,8 @@ class Simulation:
 
     def _tick_later(self) -> None:
         """Schedule the next tick, unless no other event is left and no request waits."""
-        if len(self._queue) or (self._hosting is not None and self._hosting.has_unhosted):
+        has_unhosted = self._hosting is not None and self._hosting.has_unhosted
+        if self._queue.next_at_s is not None or has_unhosted:
             self._queue.schedule(self._queue.now_s + _TICK_S, self._tick)
 
     def _tick(self) -> None:

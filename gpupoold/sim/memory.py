@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gpupoold.scheduling.eviction import Eviction, PageHolding, Victim, plan_evictions
-from gpupoold.sim.model import SimModel
+from gpupoold.sim.boxes import SimModel
 
 
 @dataclass(slots=True)

@@ -69,8 +69,6 @@ class SimPercentiles:
     """Nearest-rank percentiles in seconds; None without values."""
 
     p50: float | None
-    p90: float | None
-    p95: float | None
     p99: float | None
 
 
@@ -281,7 +279,7 @@ def _share_not_lost(lost_s: float, total_s: float) -> float:
 
 def _percentiles(values: list[float]) -> SimPercentiles:
     values.sort()  # ``percentile`` needs sorted values
-    return SimPercentiles(*(percentile(values, fraction) for fraction in (0.5, 0.9, 0.95, 0.99)))
+    return SimPercentiles(*(percentile(values, fraction) for fraction in (0.5, 0.99)))
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -15,9 +15,7 @@ from random import Random
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
-from gpupoold.sim.changes import description
 from gpupoold.sim.lengths import Lengths, sharegpt_lengths
-from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
 from gpupoold.sim.scenario import (
     Draw,
     DrawnModel,
@@ -26,9 +24,10 @@ from gpupoold.sim.scenario import (
     FixedRequests,
     Phases,
     PoissonArrivals,
-    WithoutFile,
     Workload,
+    description,
 )
+from gpupoold.sim.traces import FunctionCalls, RecordedTrace
 from gpupoold.sim.workloads import SimRequest, in_arrival_order, model_names, poisson_workload
 
 _TEN_MINUTES_S = 600.0
@@ -418,7 +417,7 @@ def bursts() -> tuple[FigurePanel, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversations(WithoutFile):
+class Conversations(Workload):
     """Poisson beginnings of conversations, equal for all models, of ``num_turns`` each in the mean.
 
     A further turn comes after a pause of ``pause_s`` in the mean, whenever the turn before is
@@ -485,7 +484,7 @@ SMALL_BOX = (
 
 
 @dataclass(frozen=True, slots=True)
-class NamedArrivals(WithoutFile):
+class NamedArrivals(Workload):
     """Poisson arrivals, each model at its own rate, with ShareGPT lengths."""
 
     models: tuple[NamedModel, ...]

@@ -17,8 +17,7 @@ from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.metrics import Goodput, goodput, summarise
 from gpupoold.sim.policies import PolicyOptions, make_policy
-from gpupoold.sim.roles_text import roles_text
-from gpupoold.sim.scenario import Axis, Point, Scenario, build_scenario
+from gpupoold.sim.scenario import Axis, Point, Scenario, build_scenario, roles_text
 from gpupoold.sim.workloads import SimRequest
 from gpupoold.stats.histogram import percentile
 

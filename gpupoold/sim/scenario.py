@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
-from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, models_on
-from gpupoold.sim.host import NO_WISHES, HostMemory, HostWishes
-from gpupoold.sim.host_defaults import engine_costs, host_memory
+from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, SimModel, models_on, why_too_large
+from gpupoold.sim.host import NO_WISHES, HostMemory, HostWishes, engine_costs, host_memory
 from gpupoold.sim.hosting import EngineCosts
 from gpupoold.sim.lengths import (
     Lengths,
@@ -26,7 +27,6 @@ from gpupoold.sim.lengths import (
     length_variant,
     sharegpt_lengths,
 )
-from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.workloads import (
     SimRequest,
@@ -35,6 +35,7 @@ from gpupoold.sim.workloads import (
     model_names,
     poisson_workload,
 )
+from gpupoold.units import format_duration
 
 Axis = Literal["models", "rps"]
 # Time for the last requests to end, as a multiple of the workload's duration.
@@ -49,6 +50,10 @@ SIZE_CLASSES = {
     "reason": "Qwen2.5-32B",
     "r1": "Qwen2.5-32B",
 }
+
+AUTO: Literal["auto"] = "auto"
+_PART = re.compile(r"(?:(\d+)\s*x\s*)?([a-z]+)")
+_MAX_DEVICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,38 +90,27 @@ class DrawnWorkload:
     own: Mapping[str, DrawnModel] = field(default_factory=dict)
 
 
-class Workload(Protocol):
-    """An immutable source of requests."""
-
-    @property
-    def needs_folder(self) -> bool:
-        """True if ``located`` must find a file."""
-        ...
-
-    def located(self, folder: Path | None) -> Self:
-        """Return the workload with its files found in ``folder``. Raises UsageError if missing."""
-        ...
-
-    def draw(self, draw: Draw) -> DrawnWorkload:
-        """Return the requests of one run, equal for equal arguments. Raises UsageError."""
-        ...
-
-
-class WithoutFile:
-    """``needs_folder`` and ``located`` of a workload without files."""
+class Workload(ABC):
+    """An immutable source of requests; files need ``needs_folder`` and ``located`` too."""
 
     __slots__ = ()
 
     @property
     def needs_folder(self) -> bool:
+        """True if ``located`` must find a file."""
         return False
 
     def located(self, folder: Path | None) -> Self:
+        """Return the workload with its files found in ``folder``. Raises UsageError if missing."""
         return self
+
+    @abstractmethod
+    def draw(self, draw: Draw) -> DrawnWorkload:
+        """Return the requests of one run, equal for equal arguments. Raises UsageError."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoissonArrivals(WithoutFile):
+class PoissonArrivals(Workload):
     """Poisson arrivals, equal for all models.
 
     ``lengths``: a variant of ShareGPT's lengths, or constant lengths.
@@ -140,7 +134,7 @@ class PoissonArrivals(WithoutFile):
 
 
 @dataclass(frozen=True, slots=True)
-class FixedRequests(WithoutFile):
+class FixedRequests(Workload):
     """A fixed list of requests."""
 
     requests: tuple[SimRequest, ...]
@@ -155,7 +149,7 @@ class FixedRequests(WithoutFile):
 
 
 @dataclass(frozen=True, slots=True)
-class Phases(WithoutFile):
+class Phases(Workload):
     """Poisson arrivals for one model at a changing rate, with constant lengths.
 
     ``phases``: consecutive pairs of seconds and requests per second.
@@ -393,3 +387,69 @@ def build_scenario(point: Point) -> Scenario:
     models = models_on(panel.box, shapes, panel.targets)
     models |= {name: replace(models[name], targets=one.targets) for name, one in drawn.own.items()}
     return Scenario(point, models, drawn.requests, drawn.duration_s)
+
+
+def parse_roles(text: str) -> tuple[Role, ...] | Literal["auto"]:
+    """Parse ``auto``, ``mixed``, or ``prefill,decode`` and ``2xprefill,6xdecode``."""
+    if text.strip() == AUTO:
+        return AUTO
+    roles: list[Role] = []
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None or match[2] not in list(Role):
+            raise UsageError(
+                f"{part.strip()!r} is not a role",
+                f"write auto, or roles such as 2xprefill,6xdecode; roles are {', '.join(Role)}",
+            )
+        count = int(match[1] or 1)
+        if not 0 < count <= _MAX_DEVICES:
+            raise UsageError(f"{part.strip()!r}: from 1 to {_MAX_DEVICES} devices can have a role")
+        roles += [Role(match[2])] * count
+    return tuple(roles)
+
+
+def roles_text(roles: Sequence[Role] | None) -> str:
+    """Return the form that ``parse_roles`` reads; None is ``auto``."""
+    if roles is None:
+        return AUTO
+    runs = [(role, len(list(run))) for role, run in itertools.groupby(roles)]
+    return ",".join(f"{count}x{role}" if count > 1 else str(role) for role, count in runs)
+
+
+def changed_panel(panel: FigurePanel, wanted: Overrides) -> tuple[FigurePanel, list[str]]:
+    """Return the panel with the changes, and why dimensions of models were left out.
+
+    The other dimensions take the place of those that exceed a device. Recorded requests keep their
+    models.
+
+    Raises:
+        UsageError: all dimensions exceed a device, or as for ``FigurePanel.changed``.
+    """
+    changed = panel.changed(wanted)
+    if _load(changed) != _load(panel):
+        changed = replace(changed, title=description(changed))
+    reasons = {shape: why_too_large(changed.box, shape) for shape in changed.shapes}
+    fitting = tuple(shape for shape in changed.shapes if not reasons[shape])
+    left_out = [reason for reason in reasons.values() if reason]
+    if not fitting:
+        raise UsageError(left_out[0], "use groups of GPUs (such as 2x4xH800), or larger GPUs")
+    return replace(changed, shapes=fitting), left_out
+
+
+def description(panel: FigurePanel) -> str:
+    """Return the box, the load and unusual targets in words."""
+    words = [panel.box.name]
+    if panel.box.degrees != (1,):
+        words[0] += f" in groups of {' and '.join(map(str, dict.fromkeys(panel.box.degrees)))}"
+    if panel.axis == "rps" and len(panel.models) == 1:
+        words.append(f"{panel.models[0]} models")
+    if panel.axis == "models" and len(panel.rps) == 1:
+        words.append(f"{panel.rps[0]:g} rps per model")
+    if panel.targets != Targets():
+        ttft, tbt = map(format_duration, (panel.targets.ttft_s, panel.targets.tbt_s))
+        words.append(f"TTFT {ttft}, TBT {tbt}")
+    return ", ".join(words)
+
+
+def _load(panel: FigurePanel) -> tuple[object, ...]:
+    return panel.box, panel.models, panel.rps, panel.targets

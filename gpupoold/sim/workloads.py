@@ -51,23 +51,10 @@ def equal_rates(models: Sequence[str], rate_rps: float) -> dict[str, float]:
     Raises:
         UsageError: there are no models, a name repeats, or the rate is not positive.
     """
-    return _checked(dict.fromkeys(_distinct(models), rate_rps))
-
-
-def zipf_rates(models: Sequence[str], total_rps: float, exponent: float = 1.0) -> dict[str, float]:
-    """Divide ``total_rps`` in proportion to ``1 / k**exponent`` for the k-th model.
-
-    Raises:
-        UsageError: there are no models, a name repeats, or a rate is not positive.
-    """
-    if not (math.isfinite(exponent) and exponent >= 0):
-        raise UsageError(f"Zipf exponent {exponent}: must be a number from 0")
-    if not total_rps > 0:
-        raise UsageError(f"total rate {total_rps} requests/s: must be above 0")
-    parts = [rank**-exponent for rank in range(1, len(models) + 1)]
-    unit_rps = total_rps / sum(parts) if parts else 0.0
-    shared = zip(_distinct(models), (part * unit_rps for part in parts), strict=True)
-    return _checked(dict(shared))
+    name, times = max(Counter(models).items(), key=lambda item: item[1], default=("", 1))
+    if times > 1:
+        raise UsageError(f"model {name!r} is named {times} times")
+    return _checked(dict.fromkeys(models, rate_rps))
 
 
 def poisson_workload(
@@ -108,13 +95,6 @@ def _stream(
         prompt_tokens, output_tokens = lengths.sample(sizes)
         yield SimRequest("", model, arrival_s, prompt_tokens, output_tokens)
         arrival_s += gaps.expovariate(rate_rps)
-
-
-def _distinct(models: Sequence[str]) -> Sequence[str]:
-    name, times = max(Counter(models).items(), key=lambda item: item[1], default=("", 1))
-    if times > 1:
-        raise UsageError(f"model {name!r} is named {times} times")
-    return models
 
 
 def _checked(rates_rps: Mapping[str, float]) -> dict[str, float]:

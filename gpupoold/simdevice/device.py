@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.events import Turn
+from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.clock import EventQueue
 from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.live import SimLive
 from gpupoold.sim.memory import MovedBytes
-from gpupoold.sim.model import SimModel
-from gpupoold.simdevice.synthetic import Vocabulary, seed_of
+from gpupoold.simdevice.models import Vocabulary, seed_of
 from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m
 
@@ -71,7 +71,7 @@ class PacedDevice:
             due = self._queue.pop()
             assert due is not None
             due.event()
-        self._queue.clock.advance_to(self._now_s)
+        self._queue.advance_to(self._now_s)
         self._write_activity()
         self._reports.close(self._now_s)
 

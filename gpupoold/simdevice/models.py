@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from gpupoold.checkpoints.check import CheckpointInfo, check_checkpoint, check_config, is_pooling
 from gpupoold.checkpoints.survey import (
@@ -17,8 +18,7 @@ from gpupoold.errors import Refused
 from gpupoold.latency.models import Fit, FitQuality, LatencyModel, Profile, StoredFit
 from gpupoold.latency.profiles import latency_for
 from gpupoold.latency.shape import LatencyError, ModelShape, from_hf_config
-from gpupoold.sim.model import SimModel
-from gpupoold.simdevice.synthetic import Vocabulary
+from gpupoold.sim.boxes import SimModel
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import LoadedModel, ModelToLoad
 
@@ -27,6 +27,35 @@ BLOCK_TOKENS = 16
 _DEFAULT_MAX_LEN = 2048
 # The device takes exactly the time of the latency model, so the fit has no error.
 _EXACT = FitQuality(r_squared=1.0, mean_relative_error=0.0, p90_relative_error=0.0, num_points=0)
+
+# Ids of common word pieces in all usual vocabularies: after control tokens and single bytes,
+# before rare tokens.
+_FIRST, _END = 1300, 2000
+_STRIDE = 37
+
+
+class Vocabulary(NamedTuple):
+    """Token ids from ``first`` to before ``end``, without special tokens."""
+
+    first: int
+    end: int
+
+    @classmethod
+    def of_size(cls, vocab_size: int) -> Self:
+        """Return the vocabulary of a model with ``vocab_size`` ids (0: unknown)."""
+        if vocab_size >= _END or vocab_size <= 0:
+            return cls(_FIRST, _END)
+        return cls(vocab_size // 2, max(vocab_size // 2 + 1, vocab_size * 3 // 4))
+
+    def token_ids(self, seed: int, start: int, count: int) -> list[int]:
+        """Return ``count`` tokens of an answer from token ``start`` (from 0), fixed by ``seed``."""
+        size = self.end - self.first
+        return [self.first + (seed + i * _STRIDE) % size for i in range(start, start + count)]
+
+
+def seed_of(request_id: str) -> int:
+    """Return a seed for a request: the same in every process, unlike ``hash``."""
+    return zlib.crc32(request_id.encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from hypothesis import given, settings, strategies as st
 
 from gpupoold.domain import Targets
 from gpupoold.sim.bound import attainment_bound
+from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.metrics import summarise
-from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import POLICY_NAMES, PolicyOptions, make_policy
 from gpupoold.sim.scenario import end_of_run_s
 from gpupoold.sim.workloads import SimRequest, in_arrival_order

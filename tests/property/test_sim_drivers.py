@@ -18,7 +18,7 @@ from gpupoold.sim.device import BoxDevice, SimDevice
 from gpupoold.sim.live import SimLive
 from gpupoold.sim.workloads import SimRequest
 from gpupoold.simdevice.device import PacedDevice
-from gpupoold.simdevice.synthetic import Vocabulary
+from gpupoold.simdevice.models import Vocabulary
 from gpupoold.wire import messages as m
 from tests.sim.box import GB, models
 
@@ -81,7 +81,7 @@ class Virtual(Reported):
             due = self.queue.pop()
             assert due is not None
             due.event()
-        self.queue.clock.advance_to(at_s)
+        self.queue.advance_to(at_s)
 
     def add(self, live: SimLive) -> None:
         self.live[live.request.id] = live

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from gpupoold.domain import Targets
 from gpupoold.scheduling.state import Model, Request
 from gpupoold.scheduling.velocity import ModelCosts
-from gpupoold.sim.policies.packing import peak_kv_bytes
+from gpupoold.sim.policies import peak_kv_bytes
 
 COSTS = ModelCosts(0.1, 0.0, decode_base_s=0.02)
 MODELS = [Model(f"m{n}", Targets(1.0, tbt_s), 1, n, COSTS) for n, tbt_s in ((1, 0.1), (3, 0.2))]

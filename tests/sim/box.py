@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpupoold.domain import Targets
 from gpupoold.latency.models import LatencyModel, LinearDecode, LinearPrefill, SwitchModel
+from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
-from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.workloads import SimRequest
 

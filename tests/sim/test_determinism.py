@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
+from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
-from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import POLICY_NAMES, PolicyOptions, make_policy
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
 from tests.sim.box import GB, models, request, simulate

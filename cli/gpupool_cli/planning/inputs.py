@@ -13,15 +13,13 @@ from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.domain import RequestRecord, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.host import HostWishes
-from gpupoold.sim.planner.file import read_models
 from gpupoold.sim.planner.load import (
     PlanLoad,
-    RecordedRequest,
     history_load,
     poisson_load,
     trace_load,
 )
-from gpupoold.sim.planner.models import PlannedModel, read_checkpoint, read_shape
+from gpupoold.sim.planner.models import PlannedModel, read_checkpoint, read_models, read_shape
 from gpupoold.units import parse_size_bytes
 
 
@@ -171,11 +169,7 @@ def make_inputs(
     models = found.models
     names = [model.name for model in models]
     if history is not None:
-        past = [
-            RecordedRequest(one.model, one.arrived_at, one.num_prompt_tokens, one.num_output_tokens)
-            for one in history
-        ]
-        load, num_left_out = history_load(past, names, duration_s)
+        load, num_left_out = history_load(history, names, duration_s)
         left_out = (
             f"Recorded requests left out, without tokens or of removed models: {num_left_out:,}."
         )

@@ -31,13 +31,11 @@ from gpupool_cli.progress import BarView, description_column
 from gpupoold.config.file import read_config_file
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
-from gpupoold.sim.changes import changed_panel
 from gpupoold.sim.host import NO_WISHES
 from gpupoold.sim.metrics import Goodput
 from gpupoold.sim.presets import poisson_panel, preset_names, preset_panels, trace_panel
-from gpupoold.sim.roles_text import AUTO, parse_roles
 from gpupoold.sim.run import RunRow, run_points, sweep_goodput
-from gpupoold.sim.scenario import FigurePanel, Overrides, Point
+from gpupoold.sim.scenario import AUTO, FigurePanel, Overrides, Point, changed_panel, parse_roles
 
 _LIST_COLUMNS = (Column("PRESET"), Column("WHAT"))
 

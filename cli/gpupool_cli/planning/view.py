@@ -16,7 +16,6 @@ from gpupool_cli.output import NOTHING, columns, duration_text, print_line, prin
 from gpupool_cli.progress import BarView, description_column
 from gpupoold.sim.boxes import Box, groups_text
 from gpupoold.sim.metrics import Summary
-from gpupoold.sim.planner.changes import names_text
 from gpupoold.sim.planner.groups import GroupChoice, GroupingTried
 from gpupoold.sim.planner.models import Basis, PlannedModel
 from gpupoold.sim.planner.notes import notes_on
@@ -27,9 +26,9 @@ from gpupoold.sim.planner.plan import (
     PolicyResult,
     Tried,
     models_below,
+    names_text,
 )
-from gpupoold.sim.planner.roles import FixedRoles, RolesTried
-from gpupoold.sim.planner.run import Attained
+from gpupoold.sim.planner.run import Attained, FixedRoles, RolesTried
 from gpupoold.units import format_duration
 
 _MAX_ROWS = 20

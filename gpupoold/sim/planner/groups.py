@@ -14,8 +14,7 @@ from gpupoold.errors import UsageError
 from gpupoold.latency.models import LatencyModel
 from gpupoold.latency.profiles import measured_profiles
 from gpupoold.latency.shape import MAX_GROUP_GPUS
-from gpupoold.sim.boxes import Box, groups_text
-from gpupoold.sim.model import SimModel
+from gpupoold.sim.boxes import Box, SimModel, groups_text
 from gpupoold.sim.planner.models import PlannedModel, measured_degrees, place, place_on
 from gpupoold.sim.planner.run import Attained, LoadedBox, OnProgress, Runner, Setup
 from gpupoold.sim.workloads import SimRequest

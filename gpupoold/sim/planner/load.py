@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
+from gpupoold.domain import RequestRecord
 from gpupoold.errors import UsageError
 from gpupoold.sim.lengths import read_table, select_scenario, sharegpt_lengths
-from gpupoold.sim.real_traces import spread
-from gpupoold.sim.traces import MODEL, scale_time, trace_requests
+from gpupoold.sim.traces import MODEL, scale_time, spread, trace_requests
 from gpupoold.sim.workloads import SimRequest, in_arrival_order, poisson_workload
 from gpupoold.units import format_duration
 
@@ -21,7 +21,6 @@ SHORT_DURATION_S = 300.0
 _LONGEST_DURATION_S = 4 * 3600.0
 # With fewer expected requests the run gets longer, with more requests shorter.
 _FEW_REQUESTS, _MANY_REQUESTS = 200, 2000
-_ZIPF_EXPONENT = 1.0
 
 
 class PlanLoad(Protocol):
@@ -110,7 +109,7 @@ class RecordedLoad:
         """Return the requests; ``seed`` matters only if models are drawn."""
         requests: Sequence[SimRequest] = self.requests
         if self.spread_over:
-            requests = spread(requests, self.spread_over, _ZIPF_EXPONENT, seed)
+            requests = spread(requests, self.spread_over, seed)
         return tuple(request for request in requests if request.model not in self.left_out)
 
     def scaled(self, factor: float) -> Self:
@@ -157,17 +156,8 @@ def trace_load(path: Path, models: Sequence[str], duration_s: float | None = Non
     return load
 
 
-class RecordedRequest(NamedTuple):
-    """A request of the past; ``arrived_at`` is wall-clock seconds."""
-
-    model: str
-    arrived_at: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-
 def history_load(
-    records: Iterable[RecordedRequest], models: Sequence[str], duration_s: float | None = None
+    records: Iterable[RequestRecord], models: Sequence[str], duration_s: float | None = None
 ) -> tuple[RecordedLoad, int]:
     """Return the busiest ``duration_s`` of a daemon's history, and the number of skipped requests.
 
@@ -190,7 +180,14 @@ def history_load(
         )
     first_s = usable[0].arrived_at
     requests = in_arrival_order(
-        SimRequest("", one.model, one.arrived_at - first_s, *one[2:]) for one in usable
+        SimRequest(
+            "",
+            one.model,
+            one.arrived_at - first_s,
+            one.num_prompt_tokens,
+            one.num_output_tokens,
+        )
+        for one in usable
     )
     return recorded_load(requests, "recorded by the daemon", duration_s), len(ordered) - len(usable)
 

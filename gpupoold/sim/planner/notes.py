@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gpupoold.latency.shape import group_name, hardware
 from gpupoold.sim.boxes import Box
-from gpupoold.sim.host_defaults import engine_costs, host_memory
-from gpupoold.sim.planner.changes import names_text
+from gpupoold.sim.host import engine_costs, host_memory
 from gpupoold.sim.planner.models import Basis, PlannedModel, measured_on
-from gpupoold.sim.planner.plan import Plan, PlanQuestion
+from gpupoold.sim.planner.plan import Plan, PlanQuestion, names_text
 from gpupoold.units import format_bytes, format_duration
 
 _FEW_REQUESTS = 100

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from gpupoold.domain import Role
 from gpupoold.errors import UsageError
-from gpupoold.sim.boxes import Box
+from gpupoold.sim.boxes import Box, SimModel
 from gpupoold.sim.device import BoxDevice
-from gpupoold.sim.engine import Simulation
-from gpupoold.sim.host import NO_WISHES, HostWishes
-from gpupoold.sim.host_defaults import engine_costs, host_memory
-from gpupoold.sim.metrics import RequestResult, Summary, count_tokens, summarise
-from gpupoold.sim.model import SimModel
+from gpupoold.sim.engine import SimOutcome, Simulation
+from gpupoold.sim.host import NO_WISHES, HostWishes, engine_costs, host_memory
+from gpupoold.sim.metrics import Summary, count_tokens, summarise
 from gpupoold.sim.planner.load import Admitted, PlanLoad, admit
 from gpupoold.sim.policies import PolicyOptions, make_policy
-from gpupoold.sim.scenario import end_of_run_s
+from gpupoold.sim.scenario import end_of_run_s, roles_text
 from gpupoold.units import format_duration
 
 # Policies that split devices into prefill and decode.
@@ -25,6 +24,8 @@ SPLITTING = frozenset({"aegaeon"})
 CHOOSES_ROLES = frozenset({"gpupool"})
 # Too many models for ``static``, and a single device for a split, are results, not usage errors.
 _MAY_REFUSE = frozenset({"static"}) | SPLITTING
+
+_EXHAUSTIVE_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,10 @@ class Runner:
             if setup.policy not in _MAY_REFUSE or isinstance(error, NothingToServe):
                 raise
             return Attained(None, refused=error.message)
-        counts = [[count_tokens(result, run.end_s) for result in run.results] for run in runs]
+        counts = [
+            [count_tokens(result, outcome.end_s) for result in outcome.results]
+            for outcome, _ in runs
+        ]
         due = [sum(count.num_due for count in tokens) for tokens in counts]
         in_time = [sum(count.num_in_time for count in tokens) for tokens in counts]
         by_run = tuple(part / whole for part, whole in zip(in_time, due, strict=True))
@@ -203,17 +207,17 @@ class Runner:
     def forecast(self, setup: Setup) -> Forecast:
         """Return each model's figures. Raises as ``attained`` does."""
         runs = self._runs(setup, "what each model gets")
-        results = [result for run in runs for result in run.results]
-        report = summarise(results, max(run.end_s for run in runs))
+        results = [result for outcome, _ in runs for result in outcome.results]
+        report = summarise(results, max(outcome.end_s for outcome, _ in runs))
         return Forecast(
             report.overall,
             report.models,
             num_requests=len(results),
-            num_refused=sum(run.num_refused for run in runs),
-            num_cut=sum(run.num_cut for run in runs),
+            num_refused=sum(admitted.num_refused for _, admitted in runs),
+            num_cut=sum(admitted.num_cut for _, admitted in runs),
             num_late=sum(not result.token_times_s for result in results),
-            num_preemptions=sum(run.num_preemptions for run in runs),
-            num_loads=sum(run.num_loads for run in runs),
+            num_preemptions=sum(outcome.num_preemptions for outcome, _ in runs),
+            num_loads=sum(outcome.num_loads for outcome, _ in runs),
         )
 
     def _runs(self, setup: Setup, what: str) -> list[_TrialRun]:
@@ -228,41 +232,27 @@ class Runner:
         return self._latest[1]
 
 
-@dataclass(frozen=True, slots=True)
-class _TrialRun:
-    results: tuple[RequestResult, ...]
-    end_s: float
-    num_refused: int
-    num_cut: int
-    num_preemptions: int
-    num_loads: int
+class _TrialRun(NamedTuple):
+    outcome: SimOutcome
+    admitted: Admitted
 
 
 def _run(setup: Setup, seed: int) -> _TrialRun:
     admitted = _admitted(setup, seed)
     if setup.policy in SPLITTING and setup.box.num_devices < 2:
         raise UsageError("needs two devices, one for each role")
-    host = host_memory(setup.box, setup.host)
     simulation = Simulation(
         setup.models,
         make_policy(setup.policy, PolicyOptions(num_prefill=setup.num_prefill)),
         setup.devices(),
         roles=setup.roles,
-        host=host,
+        host=host_memory(setup.box, setup.host),
         engines=engine_costs(setup.box, setup.host),
     )
     end_s = end_of_run_s(
         admitted.requests, lambda name: setup.models[name].targets, setup.load.duration_s
     )
-    outcome = simulation.run(admitted.requests, end_s)
-    return _TrialRun(
-        outcome.results,
-        end_s,
-        admitted.num_refused,
-        admitted.num_cut,
-        outcome.num_preemptions,
-        outcome.num_loads,
-    )
+    return _TrialRun(simulation.run(admitted.requests, end_s), admitted)
 
 
 def _admitted(setup: Setup, seed: int) -> Admitted:
@@ -279,3 +269,103 @@ def _admitted(setup: Setup, seed: int) -> Admitted:
         f"no request arrives in {format_duration(setup.load.duration_s)}",
         "give a longer --duration or a higher rate",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RolesTried:
+    """Fixed roles and the result.
+
+    ``num_prefill`` devices prefill and the others decode; with 0 all devices do both.
+    """
+
+    num_prefill: int
+    text: str
+    attained: Attained
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRoles:
+    """All roles tried, each in the first draw, and the best in all draws.
+
+    ``chosen`` is the result of the policy's own roles. ``best`` is None if no fixed roles were
+    better in the first draw.
+    """
+
+    chosen: Attained
+    tried: tuple[RolesTried, ...]
+    best: RolesTried | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """Increase of the share of tokens in time, of all draws together."""
+        if self.best is None or self.best.attained.overall is None or self.chosen.overall is None:
+            return None
+        return self.best.attained.overall - self.chosen.overall
+
+    @property
+    def is_better(self) -> bool:
+        """True if the best fixed roles are better in every draw."""
+        if self.best is None:
+            return False
+        pairs = zip(self.best.attained.by_run, self.chosen.by_run, strict=True)
+        return all(fixed > chosen for fixed, chosen in pairs)
+
+    @property
+    def confidence(self) -> float | None:
+        """One-sided confidence that the best fixed roles are better in most draws.
+
+        As :meth:`Attained.confidence`, without the first draw, which chose the roles. None for
+        fewer than three draws, or roles that were not better in every draw.
+        """
+        num_others = len(self.chosen.by_run) - 1
+        return 1 - 0.5**num_others if num_others > 1 and self.is_better else None
+
+
+def search_splits(num_devices: int, attained: Callable[[int], Attained]) -> dict[int, Attained]:
+    """Return the results of splits by their number of prefill devices.
+
+    A small box is searched completely, a large box by a coarse grid refined around the best split.
+    """
+    last = num_devices - 1
+    step = -(-last // _EXHAUSTIVE_SPLITS)
+    tried: dict[int, Attained] = {}
+    candidates = list(range(step, last + 1, step))
+    while candidates:
+        for count in candidates:
+            tried[count] = attained(count)
+        best = best_count(tried)
+        step //= 2
+        near = (best - step, best + step) if step else ()
+        candidates = [count for count in near if 1 <= count <= last and count not in tried]
+    return tried
+
+
+def best_count(tried: dict[int, Attained]) -> int:
+    """Return the number of prefill devices with the best worst run."""
+    return max(tried, key=lambda count: tried[count].worst)
+
+
+def try_fixed_roles(runner: Runner, setup: Setup, chosen: Attained) -> FixedRoles | None:
+    """Run fixed roles beside the result ``chosen`` of the policy's own roles.
+
+    The roles are no split, and the splits of :func:`search_splits`. None if the policy does not
+    choose roles, a single device leaves no choice, or all tokens are in time.
+    """
+    num_devices = setup.box.num_devices
+    if setup.policy not in CHOOSES_ROLES or num_devices < 2 or chosen.worst == 1.0:
+        return None
+
+    def text(count: int) -> str:
+        return roles_text(replace(setup, num_prefill=count).roles)
+
+    def attained(count: int) -> Attained:
+        quick = replace(setup, num_prefill=count, seeds=setup.seeds[:1])
+        return runner.attained(quick, f"fixed roles {text(count)}")
+
+    results = {0: attained(0)} | search_splits(num_devices, attained)
+    tried = tuple(RolesTried(count, text(count), one) for count, one in sorted(results.items()))
+    best = best_count(results)
+    if results[best].by_run[0] <= chosen.by_run[0]:
+        return FixedRoles(chosen, tried)
+    full = runner.attained(replace(setup, num_prefill=best), f"fixed roles {text(best)}")
+    return FixedRoles(chosen, tried, RolesTried(best, text(best), full))

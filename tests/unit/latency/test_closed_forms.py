@@ -8,7 +8,6 @@ import pytest
 
 from gpupoold.latency.models import SwitchModel
 from gpupoold.latency.shape import LatencyError
-from gpupoold.sim.policies.packing import cantelli_factor
 
 GB = 1e9
 
@@ -43,22 +42,8 @@ def test_c14_measured_speed_of_a_naive_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tail", "expected"), [(0.1, 3.0), (0.05, math.sqrt(19)), (0.01, math.sqrt(99)), (0.5, 1.0)]
-)
-def test_c19_cantelli_factor(tail: float, expected: float) -> None:
-    """Aladdin, appendix G: sqrt((1 - tau) / tau)."""
-    assert cantelli_factor(tail) == pytest.approx(expected, rel=1e-12)
-
-
-def test_c19_cantelli_factors_as_printed() -> None:
-    assert [round(cantelli_factor(tail), 3) for tail in (0.1, 0.05, 0.01)] == [3.0, 4.359, 9.95]
-
-
-@pytest.mark.parametrize(
     "call",
     [
-        lambda: cantelli_factor(0),
-        lambda: cantelli_factor(1),
         lambda: SwitchModel(0),
         lambda: SwitchModel(math.inf),
         lambda: SwitchModel(1e9).predict_s(-1),

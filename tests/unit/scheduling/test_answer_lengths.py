@@ -29,7 +29,7 @@ class TestWhatIsLearnt:
         for _ in range(50):
             answer(driver, 1, is_complete=False)
         assert expected_tokens(driver) == DEFAULT_TOKENS
-        assert driver.state.lengths.accuracy("a").num_requests == 0
+        assert driver.state.lengths.recent("a") == []
 
     def test_complete_answers_do(self) -> None:
         driver = Driver()

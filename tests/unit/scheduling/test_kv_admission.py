@@ -209,7 +209,7 @@ class TestGrowth:
             expected[prompt_tokens] = driver.state.requests[f"r{prompt_tokens}"].expected_tokens
         # All: (100 * 20 + 100 * 60 + 8 * 256) / 208 = 48.3; then (2000 + 8 * 48.3) / 108.
         assert expected == {100: 22, 400: 59, 2000: 48}
-        assert driver.state.lengths.accuracy("a").num_requests == 200
+        assert len(driver.state.lengths.recent("a")) == 200
 
     def test_short_answers_let_more_requests_in(self) -> None:
         driver = driver_of()

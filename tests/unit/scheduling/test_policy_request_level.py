@@ -6,7 +6,7 @@ import math
 
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.policies.request_level import RequestLevelPolicy
-from gpupoold.sim.policies.baselines import ShortestJobPolicy
+from gpupoold.sim.policies import ShortestJobPolicy
 from tests.unit.scheduling.driver import Driver, runs, sends
 
 

@@ -10,9 +10,9 @@ from gpupoold.scheduling import events as e
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.velocity import POOLING_COSTS, ModelCosts, costs_of
 from gpupoold.scheduling.wait_estimate import first_token_in_s
+from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
-from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from gpupoold.sim.workloads import SimRequest
 from tests.unit.scheduling.driver import GB, Driver, migrations_in, sends

@@ -6,7 +6,7 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.sim.bound import attainment_bound
-from gpupoold.sim.model import SimModel
+from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.workloads import SimRequest
 from tests.sim.box import latency, models, request, simulate
 

@@ -37,7 +37,7 @@ def test_boxes_that_are_none(text: str) -> None:
 
 
 def test_a_group_adds_up_memory_and_links() -> None:
-    box = parse_box("8xH800", 4)
+    box = parse_box("8xH800").grouped(4)
     assert (box.num_devices, box.tensor_parallel_size, box.name) == (2, 4, "8xH800")
     assert box.device_bytes == 4 * Box(1, "H800").device_bytes
     [model] = box_models(box, 1, Targets(), ["Qwen-72B"]).values()
@@ -50,7 +50,7 @@ def test_a_group_adds_up_memory_and_links() -> None:
 @pytest.mark.parametrize("size", [0, -1, 3, 16])
 def test_no_gpu_may_be_left_over(size: int) -> None:
     with pytest.raises(UsageError, match="groups"):
-        parse_box("8xH800", size)
+        parse_box("8xH800").grouped(size)
 
 
 def test_a_box_of_unlike_groups() -> None:

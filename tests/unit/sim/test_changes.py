@@ -6,9 +6,8 @@ import pytest
 
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
-from gpupoold.sim.changes import changed_panel
 from gpupoold.sim.presets import poisson_panel, preset_panels
-from gpupoold.sim.scenario import Overrides
+from gpupoold.sim.scenario import Overrides, changed_panel
 
 A10S = Overrides(box=parse_box("2xA10"))
 

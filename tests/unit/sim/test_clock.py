@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gpupoold.sim.clock import EventPriority, EventQueue, VirtualClock
+from gpupoold.sim.clock import EventPriority, EventQueue
 
 
 def drain(queue: EventQueue[str]) -> list[tuple[float, str]]:
@@ -22,7 +22,6 @@ def test_events_come_in_order_of_time_and_move_the_clock() -> None:
         queue.schedule(at_s, f"at {at_s:g}")
     assert queue.now_s == 0
     assert queue.next_at_s == 1.0
-    assert len(queue) == 3
     assert drain(queue) == [(1.0, "at 1"), (2.0, "at 2"), (3.0, "at 3")]
     assert queue.next_at_s is None
     assert queue.now_s == 3.0
@@ -67,29 +66,17 @@ def test_cancelled_events_never_come_out() -> None:
     assert handles[2].cancel()
     assert not handles[2].cancel()
     assert [handle.is_waiting for handle in handles] == [False, True, False, True]
-    assert len(queue) == 2
     assert queue.next_at_s == 1.0
     assert drain(queue) == [(1.0, "1"), (3.0, "3")]
     assert not handles[3].cancel()
-    assert len(queue) == 0
 
 
 def test_cancelling_everything_empties_the_queue() -> None:
     queue: EventQueue[int] = EventQueue()
     for handle in [queue.schedule(1.0, number) for number in range(1000)]:
         handle.cancel()
-    assert len(queue) == 0
     assert queue.pop() is None
     assert queue.now_s == 0
-
-
-def test_many_cancelled_events_take_no_room() -> None:
-    queue: EventQueue[int] = EventQueue()
-    queue.schedule(2e6, -1)
-    for number in range(10_000):
-        queue.schedule(1e6, number).cancel()
-    assert len(queue._heap) < 200
-    assert len(queue) == 1
 
 
 @pytest.mark.parametrize("at_s", [0.999, -1.0, math.nan, math.inf, -math.inf])
@@ -99,11 +86,10 @@ def test_nothing_can_be_scheduled_for_the_past_or_never(at_s: float) -> None:
     queue.pop()
     with pytest.raises(ValueError, match=r"'late' at .* the present is 1\.0 s"):
         queue.schedule(at_s, "late")
-    assert len(queue) == 0
 
 
 def test_the_clock_may_stand_but_not_go_back() -> None:
-    clock = VirtualClock()
+    clock: EventQueue[str] = EventQueue()
     clock.advance_to(1.5)
     clock.advance_to(1.5)
     with pytest.raises(ValueError, match=r"the clock is at 1.5 s and cannot go to 1 s"):
@@ -111,13 +97,3 @@ def test_the_clock_may_stand_but_not_go_back() -> None:
     with pytest.raises(ValueError, match="nan"):
         clock.advance_to(math.nan)
     assert clock.now_s == 1.5
-
-
-def test_two_queues_may_share_a_clock() -> None:
-    clock = VirtualClock()
-    ours, other = EventQueue[str](clock), EventQueue[str](clock)
-    ours.schedule(4.0, "ours")
-    ours.pop()
-    assert other.now_s == 4.0
-    with pytest.raises(ValueError, match="the present is"):
-        other.schedule(3.0, "past")

@@ -12,8 +12,7 @@ from gpupoold.scheduling.events import Action, Event
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
-from gpupoold.sim.host import HostMemory, HostWishes, ModelCache
-from gpupoold.sim.host_defaults import host_bytes, host_memory
+from gpupoold.sim.host import HostMemory, HostWishes, ModelCache, host_bytes, host_memory
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.workloads import SimRequest
 from tests.sim.box import GB, models, request

@@ -13,8 +13,7 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
-from gpupoold.sim.host import HostWishes
-from gpupoold.sim.host_defaults import LOAD_S, engine_costs
+from gpupoold.sim.host import LOAD_S, HostWishes, engine_costs
 from gpupoold.sim.hosting import EngineCosts, Hosting
 from gpupoold.sim.lengths import Lengths, LengthSampler
 from gpupoold.sim.policies import PolicyOptions, make_policy

@@ -19,8 +19,8 @@ from gpupoold.sim.presets import (
     preset_panels,
     trace_panel,
 )
-from gpupoold.sim.real_traces import FunctionCalls, RecordedTrace
 from gpupoold.sim.scenario import Draw, FigurePanel, Overrides, build_scenario
+from gpupoold.sim.traces import FunctionCalls, RecordedTrace
 from tests.sim.points import preset_points
 
 ONE_POLICY = ("request-level",)
@@ -262,8 +262,6 @@ class TestRecordedTrace:
         drawn = unnamed.draw(Draw(2, 1.01, None, 0))
         assert drawn.duration_s == pytest.approx(50.0)
         assert drawn.requests[-1].arrival_s == pytest.approx(50.0)
-        slower = RecordedTrace(unnamed.file, time_scale=2.0).draw(ASKS_NOTHING)
-        assert slower.duration_s == 200.0
 
     def test_cut_to_a_duration(self, unnamed: RecordedTrace) -> None:
         drawn = unnamed.draw(Draw(None, None, 5.0, 0))

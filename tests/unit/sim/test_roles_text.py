@@ -6,7 +6,7 @@ import pytest
 
 from gpupoold.domain import Role
 from gpupoold.errors import UsageError
-from gpupoold.sim.roles_text import parse_roles, roles_text
+from gpupoold.sim.scenario import parse_roles, roles_text
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
 

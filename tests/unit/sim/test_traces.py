@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from gpupoold.sim.lengths import LengthSampler, read_table, select_scenario
 from gpupoold.sim.traces import (
     DEFAULT_MODEL,
     fold_models,
-    rename_models,
     scale_time,
+    spread,
     trace_requests,
 )
 from gpupoold.sim.workloads import SimRequest, poisson_workload
@@ -161,13 +162,6 @@ def models(*names: str) -> tuple[SimRequest, ...]:
     return tuple(SimRequest(f"r{n}", name, float(n), 1, 1) for n, name in enumerate(names))
 
 
-def test_renamed_models() -> None:
-    renamed = rename_models(models("a", "b", "c"), {"a": "x", "b": "x"})
-    assert [one.model for one in renamed] == ["x", "x", "c"]
-    with pytest.raises(UsageError, match="no requests of d, e, so nothing to rename"):
-        rename_models(models("a"), {"a": "x", "e": "y", "d": "y"})
-
-
 def test_folded_models_are_dealt_out_by_number_of_requests() -> None:
     requests = models("c", "c", "c", "b", "b", "d", "a")
     assert [one.model for one in fold_models(requests, 2)] == [
@@ -180,3 +174,8 @@ def test_folded_models_are_dealt_out_by_number_of_requests() -> None:
     assert len({one.model for one in fold_models(requests, 9)}) == 4
     with pytest.raises(UsageError, match="0 models"):
         fold_models(requests, 0)
+
+
+def test_spread_models_have_zipf_shares() -> None:
+    counts = Counter(one.model for one in spread(models(*"a" * 11_000), ("x", "y", "z"), seed=1))
+    assert [counts[name] for name in "xyz"] == pytest.approx([6000, 3000, 2000], rel=0.05)

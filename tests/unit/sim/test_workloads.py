@@ -17,7 +17,6 @@ from gpupoold.sim.workloads import (
     in_arrival_order,
     model_names,
     poisson_workload,
-    zipf_rates,
 )
 
 LENGTHS = LengthSampler([(number, 1000 + number) for number in range(1, 500)])
@@ -90,13 +89,6 @@ def test_each_model_has_its_own_rate() -> None:
     assert counts["b"] == pytest.approx(1_000, rel=0.1)
 
 
-def test_zipf_shares() -> None:
-    rates = zipf_rates(["a", "b", "c"], total_rps=11.0)
-    assert rates == pytest.approx({"a": 6.0, "b": 3.0, "c": 2.0})
-    assert zipf_rates(["a", "b"], 4.0, exponent=0) == {"a": 2.0, "b": 2.0}
-    assert zipf_rates(["a", "b"], 5.0, exponent=2) == pytest.approx({"a": 4.0, "b": 1.0})
-
-
 def test_model_names_sort_as_numbers_do() -> None:
     assert model_names(3) == ["m00", "m01", "m02"]
     names = model_names(101)
@@ -123,8 +115,6 @@ def test_rates_must_be_positive(rate_rps: float) -> None:
         poisson_workload({"a": 1.0, "b": rate_rps}, 10.0, LENGTHS, seed=0)
     with pytest.raises(UsageError, match="must be above 0"):
         equal_rates(["a"], rate_rps)
-    with pytest.raises(UsageError, match="must be above 0"):
-        zipf_rates(["a"], rate_rps)
 
 
 @pytest.mark.parametrize("duration_s", [0, -5.0, math.nan, math.inf])
@@ -134,17 +124,14 @@ def test_durations_must_be_positive(duration_s: float) -> None:
 
 
 def test_other_errors() -> None:
-    for make_rates in (equal_rates, zipf_rates):
-        with pytest.raises(UsageError, match="no models: at least one is needed"):
-            make_rates([], 1.0)
+    with pytest.raises(UsageError, match="no models: at least one is needed"):
+        equal_rates([], 1.0)
     with pytest.raises(UsageError, match="no models"):
         poisson_workload({}, 1.0, LENGTHS, seed=0)
     with pytest.raises(UsageError, match="0 models: at least one"):
         model_names(0)
     with pytest.raises(UsageError, match="model 'a' is named 2 times"):
         equal_rates(["a", "b", "a"], 1.0)
-    with pytest.raises(UsageError, match="Zipf exponent -1"):
-        zipf_rates(["a"], 1.0, exponent=-1)
     with pytest.raises(UsageError, match=r"about 1e\+12 requests"):
         poisson_workload({"a": 1e6}, 1e6, LENGTHS, seed=0)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from gpupoold.sim.live import SimLive
 from gpupoold.sim.workloads import SimRequest
 from gpupoold.simdevice.device import PacedDevice
-from gpupoold.simdevice.synthetic import Vocabulary
+from gpupoold.simdevice.models import Vocabulary
 from gpupoold.wire import messages as m
 from tests.sim.box import GB, latency, models
 

@@ -11,19 +11,18 @@ from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.events import Action, Migrate, Send, StartTurn
-from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, box_models
+from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, SimModel, box_models
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.live import SimLive
 from gpupoold.sim.metrics import RequestResult, summarise
-from gpupoold.sim.model import SimModel
 from gpupoold.sim.policies import make_policy
 from gpupoold.sim.presets import preset_panels
 from gpupoold.sim.scenario import Point, build_scenario
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
 from gpupoold.simdevice.device import PacedDevice
-from gpupoold.simdevice.synthetic import Vocabulary
+from gpupoold.simdevice.models import Vocabulary
 from gpupoold.wire import messages as m
 
 END_S = 200.0

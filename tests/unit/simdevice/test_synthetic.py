@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.simdevice.synthetic import Vocabulary, seed_of
+from gpupoold.simdevice.models import Vocabulary, seed_of
 
 
 @pytest.mark.parametrize("size", [0, 3, 100, 1999, 2000, 32_000, 152_064])

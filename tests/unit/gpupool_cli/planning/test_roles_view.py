@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gpupool_cli.planning.view import roles_document, roles_lines
-from gpupoold.sim.planner.roles import FixedRoles, RolesTried
-from gpupoold.sim.planner.run import Attained
+from gpupoold.sim.planner.run import Attained, FixedRoles, RolesTried
 
 CHOSEN = Attained(0.5, (0.4, 0.5, 0.6))
 QUICK = RolesTried(1, "prefill,decode", Attained(0.6, (0.6,)))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gpupoold.domain import RequestRecord
 from gpupoold.errors import UsageError
 from gpupoold.latency.models import LinearDecode
 from gpupoold.sim.planner.load import (
     PoissonLoad,
-    RecordedRequest,
     admit,
     busiest,
     history_load,
@@ -58,10 +58,10 @@ class TestLoad:
 
     def test_history(self) -> None:
         records = [
-            RecordedRequest("a", 1000.0, 5, 6),
-            RecordedRequest("a", 990.0, 7, 8),
-            RecordedRequest("a", 995.0, 7, 0),
-            RecordedRequest("gone", 991.0, 7, 8),
+            RequestRecord("", "a", 1000.0, None, None, 5, 6, 0, "stop", 1.0),
+            RequestRecord("", "a", 990.0, None, None, 7, 8, 0, "stop", 1.0),
+            RequestRecord("", "a", 995.0, None, None, 7, 0, 0, "stop", 1.0),
+            RequestRecord("", "gone", 991.0, None, None, 7, 8, 0, "stop", 1.0),
         ]
         load, left_out = history_load(records, ["a", "b"])
         drawn = load.draw(0)

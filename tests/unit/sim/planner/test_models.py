@@ -13,13 +13,13 @@ from gpupoold.errors import UsageError
 from gpupoold.latency.models import StoredFit, StoredLatency
 from gpupoold.latency.shape import builtin_shape
 from gpupoold.sim.boxes import parse_box
-from gpupoold.sim.planner.file import read_models
 from gpupoold.sim.planner.models import (
     PlannedModel,
     measured_degrees,
     place,
     place_on,
     read_checkpoint,
+    read_models,
 )
 
 
@@ -41,7 +41,7 @@ class TestModels:
         assert here.models["one"].latency.prefill_s([100]) == pytest.approx(0.02)
         assert place([model], parse_box("2xH800")).basis == {"one": "published"}
         assert place([model], parse_box("2xL40S")).basis == {"one": "scaled"}
-        assert place([model], parse_box("4xA10", 4)).basis == {"one": "scaled"}
+        assert place([model], parse_box("4xA10").grouped(4)).basis == {"one": "scaled"}
         emulated = self.planned(measured=(self.measured("CPU x 2"),))
         assert place([emulated], parse_box("A10")).basis == {"one": "published"}
 
@@ -84,7 +84,7 @@ class TestModels:
         with pytest.raises(UsageError) as caught:
             place([large], parse_box("4xH800"))
         assert "--groups auto" in caught.value.hint
-        assert place([large], parse_box("4xH800", 4)).models["big"].weight_bytes > 141e9
+        assert place([large], parse_box("4xH800").grouped(4)).models["big"].weight_bytes > 141e9
 
     def test_names(self) -> None:
         with pytest.raises(UsageError, match="'one' is named 2 times"):

@@ -9,11 +9,17 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import box_models, parse_box
-from gpupoold.sim.planner.changes import next_round
 from gpupoold.sim.planner.load import poisson_load, recorded_load
 from gpupoold.sim.planner.models import PlannedModel
 from gpupoold.sim.planner.notes import notes_on
-from gpupoold.sim.planner.plan import Plan, PlanQuestion, check_question, make_plan, models_below
+from gpupoold.sim.planner.plan import (
+    Plan,
+    PlanQuestion,
+    check_question,
+    make_plan,
+    models_below,
+    next_round,
+)
 from gpupoold.sim.planner.run import Attained, Runner, Setup
 from gpupoold.sim.presets import poisson_panel
 from gpupoold.sim.run import run_point

@@ -12,8 +12,15 @@ from gpupoold.sim.planner.load import poisson_load
 from gpupoold.sim.planner.models import PlannedModel
 from gpupoold.sim.planner.notes import notes_on
 from gpupoold.sim.planner.plan import Plan, PlanQuestion, make_plan
-from gpupoold.sim.planner.roles import FixedRoles, RolesTried, search_splits, try_fixed_roles
-from gpupoold.sim.planner.run import Attained, Runner, Setup
+from gpupoold.sim.planner.run import (
+    Attained,
+    FixedRoles,
+    RolesTried,
+    Runner,
+    Setup,
+    search_splits,
+    try_fixed_roles,
+)
 from tests.unit.sim.planner.questions import question
 
 

@@ -28,7 +28,6 @@ from gpupoold.domain import Priority
 from gpupoold.fleet.asgi import (
     ClientGone,
     Receive,
-    Relay,
     Scope,
     Send,
     as_text,
@@ -44,10 +43,9 @@ from gpupoold.fleet.asgi import (
     send_whole,
     until_gone,
 )
-from gpupoold.fleet.choices import ChoicesRelay
 from gpupoold.fleet.cluster import FleetTable, Node
+from gpupoold.fleet.relays import ChoicesRelay, Relay, TypedRelay
 from gpupoold.fleet.routing import CHOICES_PATHS, RESPONSES, Wanted, conversation_of, order
-from gpupoold.fleet.typed_events import TypedRelay
 from gpupoold.wire.continuation import CONTINUES_HEADER
 
 _logger = logging.getLogger(__name__)

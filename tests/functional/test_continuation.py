@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.access.fleet import HEADER, make_secret, sign
-from gpupoold.fleet.asgi import Relay
 from gpupoold.fleet.entrance import make_relay
+from gpupoold.fleet.relays import Relay
 from gpupoold.fleet.routing import Wanted
 from gpupoold.wire.continuation import CONTINUES_HEADER
 from tests.functional.daemon_tools import (

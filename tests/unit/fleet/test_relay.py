@@ -1,4 +1,4 @@
-"""Tests of ``fleet/asgi.py``; with a real node in ``tests/functional/test_continuation.py``."""
+"""Tests of ``fleet/relays.py``; with a real node in ``tests/functional/test_continuation.py``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.fleet import asgi as relay_module
-from gpupoold.fleet.asgi import Relay
+from gpupoold.fleet import relays
 from gpupoold.fleet.entrance import make_relay
+from gpupoold.fleet.relays import Relay
 from gpupoold.fleet.routing import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Wanted
 from gpupoold.wire.continuation import Continuation, OutputSoFar
 
@@ -227,13 +227,13 @@ def test_a_node_that_gives_up_is_not_told_to_the_client() -> None:
 
 
 def test_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_module, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(relays, "MAX_EVENT_BYTES", 100)
     with pytest.raises(ValueError, match="more than 100 bytes"):
         relay_of().feed(b"data: " + b"x" * 200)
 
 
 def test_tokens_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_module, "MAX_TOKENS", 10)
+    monkeypatch.setattr(relays, "MAX_TOKENS", 10)
     relay = relay_of()
     relay.feed(b": gpupool-tokens 0 1,2,3,4,5,6 \n\n")
     with pytest.raises(ValueError, match="more than 10 tokens"):

@@ -16,7 +16,7 @@ from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.latency.profiles import latency_for, measured_profiles
 from gpupoold.latency.shape import builtin_shape, hardware
-from gpupoold.scheduling.demand import batch_velocity
+from gpupoold.scheduling.roles import batch_velocity
 from gpupoold.scheduling.state import Speed
 from gpupoold.scheduling.velocity import RequestClass, costs_of, decoders_load, prefill_velocity
 from gpupoold.sim.boxes import USABLE_SHARE, Box

@@ -21,45 +21,22 @@ from functools import cache
 from typing import Any
 
 from gpupoold import domain
-from gpupoold.scheduling import (
-    core,
-    demand,
-    events,
-    observed,
-    phases,
-    roles,
-    rules,
-    state,
-    velocity,
-)
+from gpupoold.scheduling import core, events, observed, roles, rules, state, velocity
 from gpupoold.scheduling.policies import (
     aegaeon,
+    baselines,
     gpupool,
     planned_turns,
     rebalancing,
-    request_level,
-    static,
-    unified,
 )
 
-_SCHEDULING = (
-    core,
-    demand,
-    events,
-    observed,
-    phases,
-    roles,
-    rules,
-    state,
-    velocity,
-)
-_POLICIES = (
-    *(aegaeon, gpupool, planned_turns),
-    *(rebalancing, request_level, static, unified),
+_MODULES = (
+    *(domain, core, events, observed, roles, rules, state, velocity),
+    *(aegaeon, baselines, gpupool, planned_turns, rebalancing),
 )
 _CLASSES: dict[str, type] = {
     name: kind
-    for module in (domain, *_SCHEDULING, *_POLICIES)
+    for module in _MODULES
     for name, kind in vars(module).items()
     if isinstance(kind, type)
     and kind.__module__ == module.__name__

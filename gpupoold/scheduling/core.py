@@ -11,12 +11,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.admission import admit, admits
 from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn, Turn
-from gpupoold.scheduling.kv_admission import admit, admits
-from gpupoold.scheduling.phases import RequestPhase, Trigger, phase_after
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
+from gpupoold.scheduling.state import (
+    Batch,
+    DeviceState,
+    Model,
+    Request,
+    RequestPhase,
+    State,
+    Trigger,
+    phase_after,
+)
 
 _STEP_SMOOTHING = 0.1
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gpupoold.scheduling.phases import RequestPhase
-from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
+from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, RequestPhase, State
 
 _SUMS = (
     "prompt_tokens",

@@ -1,4 +1,7 @@
-"""The state of the scheduling core: models, devices, live requests. Data and lookups only."""
+"""The state of the scheduling core: models, devices, live requests and their phases.
+
+Data and lookups only.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
+from enum import Enum, auto
 
 from gpupoold.domain import Priority, Role, Targets
 from gpupoold.scheduling.events import DeviceUp, Turn
@@ -15,7 +19,6 @@ from gpupoold.scheduling.observed import (
     CachedPrompts,
     OutputLengthPredictor,
 )
-from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.velocity import ModelCosts
 
@@ -97,6 +100,55 @@ class Model:
         """
         tokens = max(prompt_tokens + answer_tokens, context_tokens + answer_tokens / 2)
         return (tokens + num_requests * _KV_BLOCK_TOKENS) * self.kv_bytes_per_token
+
+
+class IllegalTransition(AssertionError):
+    """A transition that a table of phases lacks: a bug."""
+
+
+class RequestPhase(Enum):
+    """The phase of a live request."""
+
+    HELD = auto()  # no device yet
+    QUEUED = auto()  # has a device, not sent yet
+    SENT = auto()  # sent to its device, no token yet
+    DECODING = auto()  # has a token
+    MOVING = auto()  # has a token; being migrated to its device
+
+
+class Trigger(Enum):
+    """A cause of a transition."""
+
+    PLACE = auto()
+    SEND = auto()
+    TOKEN = auto()
+    MIGRATE = auto()
+    ATTACH = auto()
+    LOSE_DEVICE = auto()
+
+
+# The life of a request; a transition missing here is a bug of the shell or of a policy.
+TRANSITIONS: dict[tuple[RequestPhase, Trigger], RequestPhase] = {
+    (RequestPhase.HELD, Trigger.PLACE): RequestPhase.QUEUED,
+    (RequestPhase.QUEUED, Trigger.PLACE): RequestPhase.QUEUED,  # reassigned before being sent
+    (RequestPhase.QUEUED, Trigger.SEND): RequestPhase.SENT,
+    (RequestPhase.SENT, Trigger.TOKEN): RequestPhase.DECODING,
+    (RequestPhase.DECODING, Trigger.TOKEN): RequestPhase.DECODING,
+    (RequestPhase.DECODING, Trigger.MIGRATE): RequestPhase.MOVING,
+    (RequestPhase.MOVING, Trigger.ATTACH): RequestPhase.DECODING,
+    (RequestPhase.QUEUED, Trigger.LOSE_DEVICE): RequestPhase.HELD,
+    (RequestPhase.SENT, Trigger.LOSE_DEVICE): RequestPhase.HELD,
+    (RequestPhase.DECODING, Trigger.LOSE_DEVICE): RequestPhase.HELD,
+    (RequestPhase.MOVING, Trigger.LOSE_DEVICE): RequestPhase.HELD,
+}
+
+
+def phase_after(phase: RequestPhase, trigger: Trigger, request: str) -> RequestPhase:
+    """Return the phase after a transition; ``request`` names the request in an error."""
+    after = TRANSITIONS.get((phase, trigger))
+    if after is None:
+        raise IllegalTransition(f"{request} is {phase.name}: no {trigger.name} from there")
+    return after
 
 
 @dataclass(slots=True, eq=False)
@@ -318,7 +370,7 @@ class DeviceState:
 
     ``batches`` has one entry per hosted model; ``working`` and ``queued`` have only batches with
     requests, in the order of their first request. A queued request may be sent at any time;
-    ``waiting_for_kv`` has requests without memory (:mod:`.kv_admission`). Memory accumulates for
+    ``waiting_for_kv`` has requests without memory (:mod:`.admission`). Memory accumulates for
     the request ``first_for_kv``, if set. ``turn_rule`` chose the turn. Bandwidth and role may have
     changed since ``up``.
     """

@@ -1,4 +1,4 @@
-"""Estimates of waiting times: of a new request, and until answers have ended.
+"""Why requests wait, and how long: a new request, and until answers have ended.
 
 The estimates use the policy's own quantities: planned turns and their order
 (:mod:`.policies.planned_turns`), predicted steps, prefills and switches. The estimates fit the
@@ -12,10 +12,19 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
-from gpupoold.scheduling.kv_admission import admits, is_background_turn, num_ahead
-from gpupoold.scheduling.phases import RequestPhase
+from gpupoold.domain import Turns, WaitingTurn
+from gpupoold.scheduling.admission import (
+    admits,
+    is_alone,
+    is_background_turn,
+    num_ahead,
+    prefill_order,
+    time_factor,
+)
+from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.policies.placement import place, stage
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
@@ -29,14 +38,14 @@ from gpupoold.scheduling.policies.planned_turns import (
     switching_of,
     work_of,
 )
-from gpupoold.scheduling.prefill_order import is_alone, prefill_order, time_factor
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
+from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, RequestPhase, State
 
 # Most answers sampled for a drain, at equal distances.
 _MAX_ANSWERS = 64
 _SHORTEST_S, _LONGEST_S, _GROWTH = 0.05, 3600.0, 1.15
 
+_TUNING = Tuning()
 _NOT_SENT = (RequestPhase.HELD, RequestPhase.QUEUED)
 
 MaxTokens = Callable[[str], int | None]
@@ -104,14 +113,11 @@ class Drain:
         return self.times_s[index - 1] + share * (self.times_s[index] - self.times_s[index - 1])
 
 
-def first_token_in_s(
-    state: State, model: Model, prompt_tokens: int, now_s: float, tuning: Tuning | None = None
-) -> float | None:
+def first_token_in_s(state: State, model: Model, prompt_tokens: int, now_s: float) -> float | None:
     """Return the seconds to the first token of a new request; None without a device.
 
     Later requests that would precede the request are ignored.
     """
-    tuning = tuning or Tuning()
     cached_tokens = state.cached.predict(model.name, prompt_tokens)
     newcomer = Request("", model, now_s, prompt_tokens, None, cached_tokens=cached_tokens)
     hosts = state.prefill_hosts(model)
@@ -123,20 +129,18 @@ def first_token_in_s(
             return in_s
     else:
         # Without the device that had the model last, which only the policy knows.
-        device, _ = place(newcomer, hosts, Loads(), {}, tuning)
-    return _first_on(device, newcomer, now_s, tuning)
+        device, _ = place(newcomer, hosts, Loads(), {}, _TUNING)
+    return _first_on(device, newcomer, now_s)
 
 
-def next_token_in_s(
-    state: State, request: Request, now_s: float, tuning: Tuning | None = None
-) -> float | None:
+def next_token_in_s(state: State, request: Request, now_s: float) -> float | None:
     """Return the seconds to a live request's next token.
 
     None while no device can make the token, or while the request waits for a turn without an end.
     """
-    tuning, model = tuning or Tuning(), request.model
+    model = request.model
     if request.device is None:
-        return first_token_in_s(state, model, request.context_tokens, now_s, tuning)
+        return first_token_in_s(state, model, request.context_tokens, now_s)
     device = state.devices[request.device]
     wait_s = 0.0
     works = work_of(device)
@@ -149,7 +153,7 @@ def next_token_in_s(
         wait_s = _room_after_s(device, _num_before(device, request) + 1, now_s)
         mine = _with(request, mine, device)
     assert mine is not None  # the request is queued or in a batch
-    in_s = wait_s + _next_on(device, request, mine, works, now_s, tuning)
+    in_s = wait_s + _next_on(device, request, mine, works, now_s)
     return in_s if math.isfinite(in_s) else None
 
 
@@ -207,20 +211,20 @@ def _start_and_pace(
     request: Request, state: State, now_s: float, *, has_begun: bool
 ) -> tuple[float, float] | None:
     """Return an answer's start and time per token in seconds; None without a device."""
-    model, tuning = request.model, Tuning()
+    model = request.model
     device = state.devices[request.device] if request.device is not None else None
     if device is None:
         device = next(iter(state.prefill_hosts(model)), None)
     if device is None:
         return None
-    pace_s = _pace_s(device, model, tuning)
+    pace_s = _pace_s(device, model)
     if has_begun:
         return device.working[model.name].prefill_s(), pace_s
     latecomer = Request("", model, now_s, 0, None)
-    return _first_on(device, latecomer, now_s, tuning, for_kv=False), pace_s
+    return _first_on(device, latecomer, now_s, for_kv=False), pace_s
 
 
-def _pace_s(device: DeviceState, model: Model, tuning: Tuning) -> float:
+def _pace_s(device: DeviceState, model: Model) -> float:
     """Return the seconds between two tokens of an answer at the device's present load.
 
     Planned turns give every batch the same lead, so the device's time is shared in proportion to
@@ -232,8 +236,8 @@ def _pace_s(device: DeviceState, model: Model, tuning: Tuning) -> float:
     if model.name not in device.working and model.name not in device.queued:
         load += own_load(model, device)
     works = work_of(device)
-    if len(works) > 1 and switching_of(device, works, tuning).is_exposed:
-        load *= 1 + 1 / tuning.exposed_switch_factor
+    if len(works) > 1 and switching_of(device, works, _TUNING).is_exposed:
+        load *= 1 + 1 / _TUNING.exposed_switch_factor
     return load * model.targets.tbt_s
 
 
@@ -250,7 +254,7 @@ def _refilled_load(batch: Batch) -> float:
 
 
 def _first_on(
-    device: DeviceState, newcomer: Request, now_s: float, tuning: Tuning, *, for_kv: bool = True
+    device: DeviceState, newcomer: Request, now_s: float, *, for_kv: bool = True
 ) -> float:
     """Return the seconds to the first token on this device, with the wait for KV memory if
     ``for_kv``.
@@ -259,7 +263,7 @@ def _first_on(
     wait_s = _kv_room_in_s(device, newcomer, now_s) if for_kv else 0.0
     works = work_of(device)
     mine = _with(newcomer, next((work for work in works if work.model is model), None), device)
-    return wait_s + _next_on(device, newcomer, mine, works, now_s, tuning)
+    return wait_s + _next_on(device, newcomer, mine, works, now_s)
 
 
 def _next_on(
@@ -268,7 +272,6 @@ def _next_on(
     mine: BatchWork,
     works: list[BatchWork],
     now_s: float,
-    tuning: Tuning,
 ) -> float:
     """Return the seconds to a request's next token on its device.
 
@@ -291,7 +294,7 @@ def _next_on(
         ready_s = device.switch_s(model) + mine.prefill_s
         due_in_s = request.counted_arrival_s - now_s + FIRST_TOKEN_SHARE * model.targets.ttft_s
         left_s = min(left_s, max(due_in_s - ready_s, 0.0))
-    in_s = _after_others(device, request, mine, others, left_s, now_s, tuning)
+    in_s = _after_others(device, request, mine, others, left_s, now_s)
     return in_s + mine.step_s if request.num_tokens else in_s
 
 
@@ -302,14 +305,13 @@ def _after_others(
     others: list[BatchWork],
     left_s: float,
     now_s: float,
-    tuning: Tuning,
 ) -> float:
     """Return the seconds until the turn: the present turn, and turns due earlier."""
     model = mine.model
     switch_s = device.switch_s(model)
-    switching = switching_of(device, [*others, mine], tuning)
+    switching = switching_of(device, [*others, mine], _TUNING)
     planned_turns = [
-        plan_turn(one, now_s, device.switch_s(one.model), switching, tuning)
+        plan_turn(one, now_s, device.switch_s(one.model), switching, _TUNING)
         for one in (*others, mine)
     ]
     start_s = left_s
@@ -324,7 +326,7 @@ def _after_others(
 def _prefills_s(device: DeviceState, request: Request, mine: BatchWork, start_s: float) -> float:
     """Return the seconds of its model's prefills up to the request's own, from ``start_s``.
 
-    The order is the policy's, see :mod:`.prefill_order`. A request with tokens waits for all
+    The order is the policy's, see :mod:`.admission`. A request with tokens waits for all
     prefills that are not deferred.
     """
     working, speed = device.working.get(mine.model.name), mine.speed
@@ -451,3 +453,87 @@ def waits_of(state: State, line: Line, now_s: float) -> Iterator[tuple[str, Wait
         if first_s is not None and last_s is not None:
             in_s = first_s + (last_s - first_s) * index / max(1, len(still) - 1)
         yield request.id, Wait(ahead, in_s)
+
+
+class Standing(StrEnum):
+    """The place of a live request: the reason to wait, or the stage.
+
+    The rules are recorded at the time of the decision (:mod:`.rules`), and the queue of a device
+    comes from the policy. The times are estimates of :mod:`.wait_estimate`.
+    """
+
+    NO_DEVICE = "no-device"
+    HELD = "held"
+    KV_ROOM = "kv-room"
+    WAITS_FOR_TURN = "waits-for-turn"
+    BEHIND_PROMPTS = "behind-prompts"
+    PREFILLING = "prefilling"
+    PAUSED = "paused"
+    ON_TURN = "on-turn"
+    MOVING = "moving"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestExplanation:
+    """The place of a request, the rule that chose the device, and the time to the next token.
+
+    The time is None if unknown. ``num_before`` requests are ahead in the queue for KV memory.
+    """
+
+    standing: Standing
+    device: int | None
+    rule: Rule | None
+    next_token_in_s: float | None
+    num_before: int = 0
+
+
+def turns_of(policy: Policy, state: State, device: DeviceState, now_s: float) -> Turns:
+    """Return the present turn on a device and the queue."""
+    turn = device.turn
+    used_s = max(now_s - device.turn_began_s, 0.0) if turn else 0.0
+    has_end = turn is not None and device.then is not None and math.isfinite(turn.quota_s)
+    left_s = max(turn.quota_s - used_s, 0.0) if turn is not None and has_end else None
+    line: list[WaitingTurn] = []
+    at_s = left_s if turn is not None else 0.0
+    for one in policy.line(device, state, now_s):
+        num = _num_requests(device, one.model)
+        line.append(WaitingTurn(one.model, one.rule.value, one.rule.why, at_s, one.duration_s, num))
+        at_s = None if at_s is None or one.duration_s is None else at_s + one.duration_s
+    rule = device.turn_rule if turn else None
+    name, why = (rule.value, rule.why) if rule else (None, None)
+    return Turns(device.number, turn.model if turn else None, name, why, used_s, left_s, line)
+
+
+def why_request(state: State, request: Request, now_s: float) -> RequestExplanation:
+    """Return the explanation of a live request of the state."""
+    standing = standing_of(state, request)
+    if standing is Standing.NO_DEVICE:
+        return RequestExplanation(standing, None, None, None)
+    in_s = next_token_in_s(state, request, now_s)
+    num_before = 0
+    if standing is Standing.KV_ROOM and request.device is not None:
+        num_before = _num_before(state.devices[request.device], request)
+    return RequestExplanation(standing, request.device, request.rule, in_s, num_before)
+
+
+def standing_of(state: State, request: Request) -> Standing:
+    """Return the place of a request."""
+    if request.phase is RequestPhase.HELD or request.device is None:
+        return Standing.HELD if request.model.hosts else Standing.NO_DEVICE
+    if request.phase is RequestPhase.MOVING:
+        return Standing.MOVING
+    device = state.devices[request.device]
+    if device.is_waiting_for_kv(request):
+        return Standing.KV_ROOM
+    is_on_turn = device.turn is not None and device.turn.model == request.model.name
+    if request.phase is RequestPhase.DECODING:
+        return Standing.ON_TURN if is_on_turn else Standing.PAUSED
+    if not is_on_turn:
+        return Standing.WAITS_FOR_TURN
+    is_sent = request.phase is RequestPhase.SENT
+    return Standing.PREFILLING if is_sent else Standing.BEHIND_PROMPTS
+
+
+def _num_requests(device: DeviceState, model: str) -> int:
+    batches = device.working.get(model), device.queued.get(model)
+    return sum(len(batch.requests) for batch in batches if batch is not None)

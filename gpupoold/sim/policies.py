@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from gpupoold.errors import UsageError
-from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies import named
 from gpupoold.scheduling.policies.base import Placement, Policy, fewest_requests
+from gpupoold.scheduling.policies.baselines import RequestLevelPolicy, StayingPolicy
 from gpupoold.scheduling.policies.named import PolicyOptions
-from gpupoold.scheduling.policies.request_level import RequestLevelPolicy
-from gpupoold.scheduling.policies.static import StayingPolicy
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
+from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, RequestPhase, State
 
 __all__ = ["POLICY_NAMES", "PolicyOptions", "make_policy"]
 

@@ -18,8 +18,8 @@ from benchmarks.private_daemon import PrivateDaemon
 from gpupool_state import DATABASE_NAME
 from gpupoold.api.schemas_explain import RequestWhy, SpanInfo
 from gpupoold.errors import NoSuchModel, UsageError
-from gpupoold.scheduling.explain import Standing
 from gpupoold.scheduling.rules import Rule
+from gpupoold.scheduling.wait_estimate import Standing
 from tests.functional.daemon_tools import (
     Background,
     api_client,

@@ -9,12 +9,12 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from gpupoold.domain import Priority, Role, Targets
+from gpupoold.replay.log_file import RecordedCore
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.admission import HOST_SHARE
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.event_log import RecordedCore
 from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.invariants import check_state
-from gpupoold.scheduling.kv_admission import HOST_SHARE
 from gpupoold.scheduling.state import DeviceState
 from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.sim.policies import PolicyOptions, make_policy

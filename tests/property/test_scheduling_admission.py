@@ -7,7 +7,7 @@ from itertools import combinations
 
 from hypothesis import given, strategies as st
 
-from gpupoold.scheduling.prefill_order import Job, most_on_time
+from gpupoold.scheduling.admission import Job, most_on_time
 
 NOW = st.integers(0, 20)
 

@@ -9,8 +9,8 @@ from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from gpupoold.domain import Priority, Role, Targets
+from gpupoold.replay.log_file import replay_on
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.event_log import replay_on
 from gpupoold.scheduling.wait_estimate import drain_of, first_token_in_s, next_token_in_s
 from gpupoold.sim.policies import POLICY_NAMES
 from tests.property.core_box import GB, Box, BoxDevice, Sizes

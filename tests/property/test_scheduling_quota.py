@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.scheduling.quota import TurnLoad, round_quotas_s
+from gpupoold.scheduling.policies.aegaeon import TurnLoad, round_quotas_s
 
 SECONDS = st.floats(1e-5, 1e3)
 LOADS = st.lists(st.builds(TurnLoad, SECONDS, SECONDS), min_size=1, max_size=8)

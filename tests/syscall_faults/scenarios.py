@@ -32,7 +32,7 @@ from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.libc import create_memfd
 from gpupoold.replay import log_file
-from gpupoold.scheduling.event_log import LogEntry
+from gpupoold.replay.log_file import LogEntry
 from gpupoold.system.listeners import admin_listener
 from gpupoold.system.systemd import FdStore, Notifier
 from gpupoold.wire import messages as m

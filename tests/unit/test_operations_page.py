@@ -6,7 +6,7 @@ import re
 
 from gpupool_state.history import MINUTES
 from gpupoold.domain import Lateness, RequestStages
-from gpupoold.scheduling.explain import Standing
+from gpupoold.scheduling.wait_estimate import Standing
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from gpupoold.control.processes.supervised import Death
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
-from gpupoold.scheduling.phases import IllegalTransition
+from gpupoold.scheduling.state import IllegalTransition
 from gpupoold.wire.messages import EngineMemory
 
 _NUM_REMEMBERED = 5

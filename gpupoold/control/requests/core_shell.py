@@ -15,9 +15,9 @@ from gpupoold.control.requests.accounts import finish_reason
 from gpupoold.control.requests.migrations import KvPeers, Migrations
 from gpupoold.control.workers.worker import Roles, Worker
 from gpupoold.domain import FinishReason, Role, Targets
+from gpupoold.replay.log_file import RecordedCore
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.event_log import RecordedCore
 from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.state import State

@@ -49,7 +49,7 @@ from gpupoold.domain import (
 from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.event_kinds import DeviceEvent
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.kv_admission import has_room
+from gpupoold.scheduling.admission import has_room
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.scheduling.state import State
 from gpupoold.scheduling.velocity import ModelCosts

@@ -25,9 +25,14 @@ from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import FinishReason, MemoryUse, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
-from gpupoold.scheduling.explain import Standing, standing_of, turns_of, why_request
 from gpupoold.scheduling.hosting import HostingReason
-from gpupoold.scheduling.wait_estimate import first_token_in_s
+from gpupoold.scheduling.wait_estimate import (
+    Standing,
+    first_token_in_s,
+    standing_of,
+    turns_of,
+    why_request,
+)
 from gpupoold.units import format_bytes, format_duration
 from gpupoold.wire.messages import ModelMemory
 

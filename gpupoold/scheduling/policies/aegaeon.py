@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.events import Turn
-from gpupoold.scheduling.phases import RequestPhase
-from gpupoold.scheduling.policies.base import Choice, InLine, Placement, SimplePolicy, working
-from gpupoold.scheduling.quota import TurnLoad, round_quotas_s
+from gpupoold.scheduling.policies.base import Choice, InLine, Placement, Policy
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import DeviceState, Model, Request, State
+from gpupoold.scheduling.state import DeviceState, Model, Request, RequestPhase, State
 
 MAX_GROUP_SIZE = 8
 QUOTA_MAX_S = 4.0
+
+MIN_ALPHA = 0.5
+# Less than a nanosecond of switching counts as none, because quotients would underflow.
+_LEAST_SWITCH_S = 1e-9
 
 
 @dataclass(slots=True)
@@ -184,10 +186,9 @@ class WeightedDecode:
     def _list(self, device: DeviceState) -> _WorkList:
         """Return the present list: without empty batches, new batches at the end."""
         work = self._lists.setdefault(device.number, _WorkList())
-        busy = {batch.model.name for batch in working(device)}
-        work.round = [name for name in work.round if name in busy]
-        work.order = [name for name in work.order if name in busy]
-        work.order += [b.model.name for b in working(device) if b.model.name not in work.order]
+        work.round = [name for name in work.round if name in device.working]
+        work.order = [name for name in work.order if name in device.working]
+        work.order += [name for name in device.working if name not in work.order]
         return work
 
     def _start_round(self, device: DeviceState, work: _WorkList) -> None:
@@ -203,7 +204,7 @@ class WeightedDecode:
         work.quotas_s = dict(zip(work.order, quotas_s, strict=True))
 
 
-class AegaeonPolicy(SimplePolicy):
+class AegaeonPolicy(Policy):
     """Devices split into prefill and decode at the first tick (section 4.1 of the paper).
 
     Before the first tick, and with one device only, devices do both.
@@ -314,5 +315,38 @@ def _has_room(request: Request, device: DeviceState) -> bool:
 
 
 def _models_on(device: DeviceState) -> set[str]:
-    names = {batch.model.name for batch in working(device)}
-    return names | {one.model.name for one in device.moving.values()}
+    return {*device.working, *(one.model.name for one in device.moving.values())}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLoad:
+    """A batch of the round: its token target and its step time in seconds."""
+
+    tbt_s: float
+    step_s: float
+
+    @property
+    def tokens_per_target(self) -> float:
+        """``n = d/t``: steps of the batch in the time of one token target."""
+        return self.tbt_s / self.step_s
+
+
+def round_quotas_s(loads: Sequence[TurnLoad], switch_s: float, quota_max_s: float) -> list[float]:
+    """Return each batch's quota in seconds for a round that spends ``switch_s`` on switching.
+
+    ``alpha = max(c/(min n * Q_MAX) + sum 1/n, 0.5)``, ``q_i = c/(n_i * (alpha - sum 1/n))``. With
+    ``c = 0`` the formula is 0/0 or 0: then switching is free, and every batch gets the time of one
+    token target split by need, ``q_i = d_min * (1/n_i) / max(sum 1/n, 0.5)``, so that short turns
+    can meet every deadline.
+    """
+    counts = [load.tokens_per_target for load in loads]
+    need = sum(1 / count for count in counts)
+    if switch_s < _LEAST_SWITCH_S:
+        shortest_s = min(load.tbt_s for load in loads)
+        return [
+            max(load.step_s, shortest_s / count / max(need, MIN_ALPHA))
+            for load, count in zip(loads, counts, strict=True)
+        ]
+    # alpha - need, written so that a small c is not lost beside a large need.
+    spare = max(switch_s / (min(counts) * quota_max_s), MIN_ALPHA - need)
+    return [switch_s / (count * spare) for count in counts]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.events import Turn
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, DeviceState, PlannedHome, Request, State
+from gpupoold.scheduling.state import DeviceState, PlannedHome, Request, State
 
 
 class CannotServe(Exception):
@@ -43,8 +43,8 @@ class InLine(NamedTuple):
     duration_s: float | None = None
 
 
-class Policy(Protocol):
-    """Pure decisions, called by the core in the order of events.
+class Policy:
+    """Pure decisions, called by the core in the order of events; the defaults have no rules.
 
     ``assign`` may reassign held and queued requests; ``send`` returns the requests to send to a
     device. Both are called after every batch of events that could change the result.
@@ -57,90 +57,30 @@ class Policy(Protocol):
 
     def check(self, state: State) -> None:
         """Raise :class:`CannotServe` if the state's devices cannot serve all its models."""
-        ...
 
     def set_quota_max(self, quota_max_s: float) -> None:
-        """Set the longest turn, for turns planned from now on."""
-        ...
+        """Set the longest turn, for turns planned from now on; ignored by turns without a quota."""
 
     def arrived(self, request: Request, state: State) -> None:
         """Handle a request that arrived or lost its device; the request is held."""
-        ...
 
     def ended(self, request: Request, state: State) -> None:
         """Handle the end of a request, which is in no batch any more."""
-        ...
 
-    def assign(self, state: State, now_s: float) -> Iterable[Placement]: ...
+    def assign(self, state: State, now_s: float) -> Iterable[Placement]:
+        """Return the devices of requests."""
+        raise NotImplementedError
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
-        """Return the queued requests to send to the device now."""
-        ...
+        """Return the queued requests to send to the device now: all."""
+        return device.queued_requests()
 
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
         """Return the device to decode a prefilled request, None to stay.
 
-        Called at the first token, and repeatedly while its device migrates answers away.
-        """
-        ...
-
-    def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """Return new roles for devices without a fixed role; called at every tick."""
-        ...
-
-    def homes(self, state: State, now_s: float) -> Mapping[str, PlannedHome | None]:
-        """Return changed planned homes by model; called at every tick."""
-        ...
-
-    def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
-        """Return migrations of running answers that improve the balance; called at every tick."""
-        ...
-
-    def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        """Return the next turn on an idle device, None without work."""
-        ...
-
-    def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
-        """Return the likely model of the next turn, None while no other model waits."""
-        ...
-
-    def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """Return the present turn, possibly with another quota or other ``chunk_tokens``.
-
-        The quota counts from the turn's start.
-        """
-        ...
-
-    def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
-        """Return the queue behind the present turn, by the rules of ``upcoming``.
-
-        For explanations: changes nothing.
-        """
-        ...
-
-
-class SimplePolicy:
-    """Default implementations for policies without special rules."""
-
-    def check(self, state: State) -> None:
-        """Accept all models."""
-
-    def set_quota_max(self, quota_max_s: float) -> None:
-        """Ignore the limit: turns have no quota."""
-
-    def arrived(self, request: Request, state: State) -> None:
-        """Ignore the event."""
-
-    def ended(self, request: Request, state: State) -> None:
-        """Ignore the event."""
-
-    def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
-        return device.queued_requests()
-
-    def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
-        """Decode on the device of the prefill, unless that device migrates answers away.
-
-        In that case choose the device with the fewest requests.
+        Called at the first token, and repeatedly while its device migrates answers away. The
+        request stays on the device of the prefill, unless that device migrates answers away; then
+        the device with the fewest requests decodes.
         """
         assert request.device is not None
         if not state.devices[request.device].migrates_out:
@@ -149,23 +89,40 @@ class SimplePolicy:
         return fewest_requests(others) if others else None
 
     def roles(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
-        """Keep all roles."""
+        """Return new roles for devices without a fixed role, here none; called at every tick."""
         return ()
 
     def homes(self, state: State, now_s: float) -> Mapping[str, PlannedHome | None]:
-        """Plan no homes."""
+        """Return changed planned homes by model, here none; called at every tick."""
         return {}
 
     def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
-        """Keep all answers."""
+        """Return migrations of running answers that improve the balance, here none; called at
+        every tick.
+        """
         return ()
 
+    def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
+        """Return the next turn on an idle device, None without work."""
+        raise NotImplementedError
+
+    def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
+        """Return the likely model of the next turn, None while no other model waits."""
+        raise NotImplementedError
+
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """Keep the turn."""
+        """Return the present turn, possibly with another quota or other ``chunk_tokens``.
+
+        The quota counts from the turn's start.
+        """
         return turn
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
-        """Return the other models with requests, without times: whole answers are served."""
+        """Return the queue behind the present turn, by the rules of ``upcoming``.
+
+        For explanations: changes nothing. The default has the other models with requests, without
+        times: whole answers are served.
+        """
         on_turn = device.turn.model if device.turn else None
         names = dict.fromkeys([*device.working, *device.queued])
         return [InLine(name, Rule.UNTIL_DONE) for name in names if name != on_turn]
@@ -194,8 +151,3 @@ def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[DeviceState]]]:
 def fewest_requests(devices: Iterable[DeviceState]) -> DeviceState:
     """Return the device with the fewest requests, the first among equals; there must be one."""
     return min(devices, key=lambda one: (one.num_requests, one.number))
-
-
-def working(device: DeviceState) -> list[Batch]:
-    """Return the batches with requests, in the order of their first request."""
-    return list(device.working.values())

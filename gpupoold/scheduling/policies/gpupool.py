@@ -15,13 +15,21 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gpupoold.domain import Role
+from gpupoold.scheduling.admission import (
+    admits,
+    is_alone,
+    is_background_turn,
+    most_spare,
+    next_prefills,
+    num_others,
+    order_of,
+)
 from gpupoold.scheduling.events import Turn
-from gpupoold.scheduling.kv_admission import admits, is_background_turn, most_spare, num_others
 from gpupoold.scheduling.policies.base import (
     Choice,
     InLine,
     Placement,
-    SimplePolicy,
+    Policy,
     waiting_for_kv,
 )
 from gpupoold.scheduling.policies.placement import (
@@ -52,7 +60,6 @@ from gpupoold.scheduling.policies.planned_turns import (
     work_of,
 )
 from gpupoold.scheduling.policies.rebalancing import HomePlanner, Rebalancer
-from gpupoold.scheduling.prefill_order import is_alone, next_prefills, order_of
 from gpupoold.scheduling.roles import RolePlanner
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, PlannedHome, Request, State
@@ -66,7 +73,7 @@ class _Plan(NamedTuple):
     planned_turns: list[PlannedTurn]
 
 
-class GpupoolPolicy(SimplePolicy):
+class GpupoolPolicy(Policy):
     """The default policy; see the module docstring."""
 
     name = "gpupool"

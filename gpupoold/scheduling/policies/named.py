@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from gpupoold.scheduling.policies.aegaeon import AegaeonPolicy
 from gpupoold.scheduling.policies.base import Policy
+from gpupoold.scheduling.policies.baselines import (
+    DecodeFirstPolicy,
+    PrefillFirstPolicy,
+    RequestLevelPolicy,
+    StaticPolicy,
+)
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.policies.planned_turns import Tuning
-from gpupoold.scheduling.policies.request_level import RequestLevelPolicy
-from gpupoold.scheduling.policies.static import StaticPolicy
-from gpupoold.scheduling.policies.unified import DecodeFirstPolicy, PrefillFirstPolicy
 
 
 @dataclass(frozen=True, slots=True)

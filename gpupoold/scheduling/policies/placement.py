@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.kv_admission import admits
+from gpupoold.scheduling.admission import admits
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
     LOAD_GRAIN,

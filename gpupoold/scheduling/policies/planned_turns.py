@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from gpupoold.scheduling.kv_admission import PATIENCE_S
-from gpupoold.scheduling.prefill_order import split_by_deadline
+from gpupoold.scheduling.admission import PATIENCE_S, split_by_deadline
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, Speed
 

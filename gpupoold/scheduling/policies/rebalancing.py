@@ -22,8 +22,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.kv_admission import admits
-from gpupoold.scheduling.phases import RequestPhase
+from gpupoold.scheduling.admission import admits
 from gpupoold.scheduling.policies.placement import able_devices
 from gpupoold.scheduling.policies.planned_turns import Loads, Tuning, more_load
 from gpupoold.scheduling.pressure import (
@@ -33,7 +32,15 @@ from gpupoold.scheduling.pressure import (
     has_hurried,
     switching_shares,
 )
-from gpupoold.scheduling.state import DeviceState, Model, PlannedHome, Request, Speed, State
+from gpupoold.scheduling.state import (
+    DeviceState,
+    Model,
+    PlannedHome,
+    Request,
+    RequestPhase,
+    Speed,
+    State,
+)
 from gpupoold.scheduling.velocity import RequestClass
 
 # Longest pause of a migration, as a share of the answer's remaining time at its target.

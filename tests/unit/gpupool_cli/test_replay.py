@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.replay.log_file import Header, lines, write
+from gpupoold.replay.log_file import Header, RecordedCore, lines, write
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.event_log import RecordedCore
 from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.sim.policies import make_policy
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli

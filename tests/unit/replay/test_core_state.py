@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from gpupoold.replay.core_state import BadLine, Line, core_of, lines_of
+from gpupoold.replay.log_file import RecordedCore, replay_on
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.event_log import RecordedCore, replay_on
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import POLICY_NAMES, make_policy
 from gpupoold.scheduling.state import PlannedHome

@@ -13,10 +13,17 @@ from gpupoold import __version__
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.replay import log_file
-from gpupoold.replay.log_file import Header, lines, open_log, replay_file, write
+from gpupoold.replay.log_file import (
+    Header,
+    LogEntry,
+    RecordedCore,
+    lines,
+    open_log,
+    replay_file,
+    write,
+)
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.event_log import LogEntry, RecordedCore
 from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn, Turn
 from gpupoold.scheduling.policies.named import POLICY_NAMES, PolicyOptions, make_policy
 from gpupoold.scheduling.velocity import ModelCosts

@@ -9,7 +9,7 @@ from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.events import Action, Migrate, Send, StartTurn
 from gpupoold.scheduling.invariants import check_state
-from gpupoold.scheduling.policies.base import Choice, Placement, Policy, SimplePolicy, working
+from gpupoold.scheduling.policies.base import Choice, Placement, Policy
 from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.scheduling.velocity import ModelCosts
 
@@ -18,7 +18,7 @@ STEP_S = 0.025
 COSTS = ModelCosts(prefill_base_s=0.1, prefill_token_s=0.0, decode_base_s=STEP_S)
 
 
-class FirstDevicePolicy(SimplePolicy):
+class FirstDevicePolicy(Policy):
     """As simple as can be: the first host, all at once, the first batch with work."""
 
     name = "first-device"
@@ -30,13 +30,12 @@ class FirstDevicePolicy(SimplePolicy):
                 yield Placement(request, devices[0])
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        batches = working(device)
-        return Choice(batches[0].model.name, 1.0) if batches else None
+        name = next(iter(device.working), None)
+        return None if name is None else Choice(name, 1.0)
 
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
-        names = [batch.model.name for batch in working(device)]
         current = device.turn.model if device.turn else None
-        return next((name for name in names if name != current), None)
+        return next((name for name in device.working if name != current), None)
 
 
 class Driver:

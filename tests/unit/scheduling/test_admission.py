@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gpupoold.scheduling.prefill_order import Job, most_on_time
+from gpupoold.scheduling.admission import Job, most_on_time
 
 
 def ids(jobs: tuple[Job, ...]) -> str:

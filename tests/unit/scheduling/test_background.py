@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpupoold.domain import BACKGROUND_TTFT_S, Priority, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.kv_admission import has_room
+from gpupoold.scheduling.admission import has_room
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.velocity import ModelCosts

@@ -10,10 +10,9 @@ from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import UnknownName
 from gpupoold.scheduling.events import ChangeRole, Turn
-from gpupoold.scheduling.phases import IllegalTransition, RequestPhase
 from gpupoold.scheduling.policies.base import Placement
 from gpupoold.scheduling.policies.named import make_policy
-from gpupoold.scheduling.state import DeviceState, Request, State
+from gpupoold.scheduling.state import DeviceState, IllegalTransition, Request, RequestPhase, State
 from tests.unit.scheduling.driver import (
     COSTS,
     GB,

@@ -6,8 +6,8 @@ import pytest
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.demand import Demand, decoding_now, demand_of, demands_on
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from gpupoold.scheduling.roles import Demand, decoding_now, demand_of, demands_on
 from gpupoold.scheduling.state import Model
 from gpupoold.scheduling.velocity import ModelCosts, RequestClass
 from tests.unit.scheduling.driver import Driver

@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 
+from gpupoold.replay.log_file import LogEntry, RecordedCore, replay_on
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core, UnknownName
-from gpupoold.scheduling.event_log import LogEntry, RecordedCore, replay_on
 from gpupoold.scheduling.events import Send, StartTurn, Turn
 from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from tests.unit.scheduling.driver import Driver

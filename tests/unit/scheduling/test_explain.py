@@ -6,15 +6,15 @@ import pytest
 
 from gpupoold.domain import Role, Turns
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.explain import (
+from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
+from gpupoold.scheduling.rules import Rule
+from gpupoold.scheduling.wait_estimate import (
     RequestExplanation,
     Standing,
     standing_of,
     turns_of,
     why_request,
 )
-from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.rules import Rule
 from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from tests.unit.scheduling.driver import GB, STEP_S, Driver
 

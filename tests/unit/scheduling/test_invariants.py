@@ -9,8 +9,7 @@ import pytest
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.events import Turn
 from gpupoold.scheduling.invariants import InvariantBroken, check_state
-from gpupoold.scheduling.phases import RequestPhase
-from gpupoold.scheduling.state import Batch, State
+from gpupoold.scheduling.state import Batch, RequestPhase, State
 from tests.unit.scheduling.driver import Driver
 from tests.unit.scheduling.test_core import Prefills
 

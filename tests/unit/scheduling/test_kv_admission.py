@@ -10,9 +10,12 @@ from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.policies.aegaeon import AegaeonPolicy
 from gpupoold.scheduling.policies.base import Policy
+from gpupoold.scheduling.policies.baselines import (
+    DecodeFirstPolicy,
+    PrefillFirstPolicy,
+    RequestLevelPolicy,
+)
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.policies.request_level import RequestLevelPolicy
-from gpupoold.scheduling.policies.unified import DecodeFirstPolicy, PrefillFirstPolicy
 from gpupoold.scheduling.state import DeviceState, Model, Request, State
 from tests.unit.scheduling.driver import COSTS, GB, Driver, migrations_in, runs, sends
 from tests.unit.scheduling.test_core import Prefills

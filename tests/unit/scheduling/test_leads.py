@@ -8,11 +8,10 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling.events import DeviceUp
-from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.gpupool import turn_for_lead
 from gpupoold.scheduling.policies.planned_turns import PlannedTurn, Tuning, rank_planned_turns
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, DeviceState, Model, Request
+from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, RequestPhase
 from gpupoold.scheduling.velocity import ModelCosts
 
 GB = 10**9

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.planned_turns import (
     BatchWork,
     PlannedTurn,
@@ -15,7 +14,7 @@ from gpupoold.scheduling.policies.planned_turns import (
     rank_planned_turns,
 )
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.state import Batch, Model, Request
+from gpupoold.scheduling.state import Batch, Model, Request, RequestPhase
 from gpupoold.scheduling.velocity import ModelCosts
 
 TUNING = Tuning()

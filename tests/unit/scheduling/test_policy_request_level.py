@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.policies.request_level import RequestLevelPolicy
+from gpupoold.scheduling.policies.baselines import RequestLevelPolicy
 from gpupoold.sim.policies import ShortestJobPolicy
 from tests.unit.scheduling.driver import Driver, runs, sends
 

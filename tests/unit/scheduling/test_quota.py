@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gpupoold.scheduling.quota import TurnLoad, round_quotas_s
+from gpupoold.scheduling.policies.aegaeon import TurnLoad, round_quotas_s
 
 
 def alpha_of(loads: list[TurnLoad], quotas_s: list[float], switch_s: float) -> float:

@@ -12,8 +12,17 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling.core import _move
 from gpupoold.scheduling.events import DeviceUp
-from gpupoold.scheduling.phases import TRANSITIONS, IllegalTransition, RequestPhase, Trigger
-from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, State
+from gpupoold.scheduling.state import (
+    TRANSITIONS,
+    Batch,
+    DeviceState,
+    IllegalTransition,
+    Model,
+    Request,
+    RequestPhase,
+    State,
+    Trigger,
+)
 from gpupoold.scheduling.velocity import ModelCosts
 
 COSTS = ModelCosts(prefill_base_s=0.5, prefill_token_s=0.01, decode_base_s=0.02)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from gpupoold.scheduling.quota import TurnLoad, round_quotas_s
+from gpupoold.scheduling.policies.aegaeon import TurnLoad, round_quotas_s
 from gpupoold.sim.clock import EventPriority, EventQueue
 from gpupoold.sim.lengths import LengthSampler
 from gpupoold.sim.workloads import equal_rates, model_names, poisson_workload

@@ -9,8 +9,8 @@ import pytest
 
 from gpupoold.domain import Role
 from gpupoold.errors import UsageError
+from gpupoold.replay.log_file import RecordedCore, replay_on
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.event_log import RecordedCore, replay_on
 from gpupoold.scheduling.events import Action, Event, Tick
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.sim.device import BoxDevice

@@ -17,7 +17,7 @@ from gpupoold.control.fleet.states import (
     ModelEvent,
     ModelPhase,
 )
-from gpupoold.scheduling.phases import IllegalTransition
+from gpupoold.scheduling.state import IllegalTransition
 
 M, E = ModelPhase, ModelEvent
 PAGE = (Path(__file__).parents[4] / "docs/internals/architecture.md").read_text()

@@ -19,8 +19,8 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import DeviceFacts, FinishReason, Role, Targets
 from gpupoold.scheduling.invariants import check_state
-from gpupoold.scheduling.phases import RequestPhase
 from gpupoold.scheduling.policies.named import make_policy
+from gpupoold.scheduling.state import RequestPhase
 from gpupoold.wire import messages as m
 from tests.unit.control.fleet_box import FleetBox, settings_with
 from tests.unit.control.loaded import loaded

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import NamedTuple
 
 from gpupoold.scheduling.events import Hostable
 from gpupoold.scheduling.observed import LASTING_S
+from gpupoold.scheduling.rules import ReasonName
 from gpupoold.scheduling.state import State
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 
@@ -28,16 +28,8 @@ HOME_IDLE_S = LASTING_S
 _PROMPT_TOKENS = 256
 
 
-class HostingReason(StrEnum):
-    """The reason for an engine on a device; ``why`` in words."""
-
-    why: str
-
-    def __new__(cls, value: str, why: str) -> HostingReason:
-        reason = str.__new__(cls, value)
-        reason._value_ = value
-        reason.why = why
-        return reason
+class HostingReason(ReasonName):
+    """The reason for an engine on a device."""
 
     FIXED = "fixed", "the device was chosen by hand"
     NEEDED = "needed", "no other device in service had the model"

@@ -26,33 +26,30 @@ from gpupoold.scheduling.velocity import (
 # Share of the TBT target for a step: the decoded batch is not always the largest possible.
 _TBT_SHARE = 0.9
 
+# Limits for role changes, found with ``gpupool simulate``.
 
-@dataclass(frozen=True, slots=True)
-class RoleTuning:
-    """Limits for role changes, found with ``gpupool simulate``."""
-
-    # Seconds of arrivals needed before a decision.
-    observe_s: float = 30.0
-    # A smaller load needs one device: two devices would only halve the batch.
-    least_load: float = 1.0
-    # Roles are split if the busier stage has less load than the first limit, and stay split up to
-    # the second limit: spare time of one stage does not help a full stage.
-    busiest_to_split: float = 0.95
-    busiest_to_stay: float = 1.15
-    # Least decrease of the busier stage's load for a change to another split.
-    worthwhile: float = 0.1
-    # How long a wanted split must last, and how long a device keeps its role: convertible
-    # decoders handle bursts.
-    patience_s: float = 5.0
-    least_stay_s: float = 30.0
-    # Weights must fit beside this share of a device for KV.
-    kv_share: float = 0.3
-    # Least share in the load of a single model, or of hot models together, each of which needs
-    # ``hot_load`` devices: if many small models take turns, answers on fewer devices lose what
-    # prompts gain.
-    main_share_to_split: float = 0.8
-    main_share_to_stay: float = 0.6
-    hot_load: float = 0.5
+# Seconds of arrivals needed before a decision.
+_OBSERVE_S = 30.0
+# A smaller load needs one device: two devices would only halve the batch.
+_LEAST_LOAD = 1.0
+# Roles are split if the busier stage has less load than the first limit, and stay split up to
+# the second limit: spare time of one stage does not help a full stage.
+_BUSIEST_TO_SPLIT = 0.95
+_BUSIEST_TO_STAY = 1.15
+# Least decrease of the busier stage's load for a change to another split.
+_WORTHWHILE = 0.1
+# How long a wanted split must last, and how long a device keeps its role: convertible
+# decoders handle bursts.
+_PATIENCE_S = 5.0
+_LEAST_STAY_S = 30.0
+# Weights must fit beside this share of a device for KV.
+_KV_SHARE = 0.3
+# Least share in the load of a single model, or of hot models together, each of which needs
+# ``_HOT_LOAD`` devices: if many small models take turns, answers on fewer devices lose what
+# prompts gain.
+_MAIN_SHARE_TO_SPLIT = 0.8
+_MAIN_SHARE_TO_STAY = 0.6
+_HOT_LOAD = 0.5
 
 
 def best_split(
@@ -81,8 +78,7 @@ def busiest_stage(demand: Demand, num_prefill: int, num_devices: int) -> float:
 class RolePlanner:
     """Decides at every tick on at most one role change."""
 
-    def __init__(self, tuning: RoleTuning | None = None) -> None:
-        self._tuning = tuning or RoleTuning()
+    def __init__(self) -> None:
         self._changed_s: dict[int, float] = {}
         self._wanted: int | None = None  # number of prefill devices; None: all do both
         self._wanted_since_s = 0.0
@@ -99,19 +95,18 @@ class RolePlanner:
         wanted = self._wish(state, usable, now_s)
         if wanted != self._wanted:
             self._wanted, self._wanted_since_s = wanted, now_s
-        if now_s - self._wanted_since_s >= self._tuning.patience_s:
+        if now_s - self._wanted_since_s >= _PATIENCE_S:
             yield from self._step(usable, wanted, now_s)
 
     def _wish(self, state: State, usable: Sequence[DeviceState], now_s: float) -> int | None:
         """Return the wanted number of prefill devices, None if all should do both."""
-        tuning = self._tuning
         num_prefill = sum(one.role is Role.PREFILL for one in usable)
         is_split = any(one.role is not Role.MIXED for one in usable if not one.is_role_fixed)
         present = num_prefill if is_split else None
         if len(usable) < 2 or any(one.is_role_fixed and one.role is Role.MIXED for one in usable):
             return None
         arrivals = state.arrivals.recent
-        if arrivals.seen_s(now_s) < tuning.observe_s:
+        if arrivals.seen_s(now_s) < _OBSERVE_S:
             return present
         models = [state.models[n] for n in arrivals.models(now_s) if n in state.models]
         if not models:
@@ -120,35 +115,33 @@ class RolePlanner:
             return None
         rates_rps = arrivals.rates_rps(now_s)
         demands = _mean_demands(state, rates_rps, usable)
-        main_share = _main_share(demands, tuning.hot_load)
+        main_share = _main_share(demands)
         known = [name for name in rates_rps if name in state.models]
-        hot = [
-            name for name, one in zip(known, demands, strict=True) if one.total >= tuning.hot_load
-        ]
+        hot = [name for name, one in zip(known, demands, strict=True) if one.total >= _HOT_LOAD]
         if len(hot) > 1:
             demands = _mean_demands(state, rates_rps, usable, hot)
         demand = sum(demands, Demand())
-        limit = tuning.main_share_to_split if present is None else tuning.main_share_to_stay
+        limit = _MAIN_SHARE_TO_SPLIT if present is None else _MAIN_SHARE_TO_STAY
         if main_share < limit:
             return None
         fixed = [one.role for one in usable if one.is_role_fixed]
         most_prefill = len(usable) - max(1, fixed.count(Role.DECODE))
         best, busiest = best_split(demand, len(usable), fixed.count(Role.PREFILL), most_prefill)
         if present is None:
-            pays = demand.total >= tuning.least_load
-            return best if pays and busiest <= tuning.busiest_to_split else None
-        if busiest > tuning.busiest_to_stay:
+            pays = demand.total >= _LEAST_LOAD
+            return best if pays and busiest <= _BUSIEST_TO_SPLIT else None
+        if busiest > _BUSIEST_TO_STAY:
             return None
         if not 0 < present < len(usable):
             return best
         gain = busiest_stage(demand, present, len(usable)) - busiest
-        return best if gain > tuning.worthwhile else present
+        return best if gain > _WORTHWHILE else present
 
     def _fit_together(self, models: Sequence[Model], usable: Sequence[DeviceState]) -> bool:
         """Return whether every device can hold all requested models at once, with KV."""
         weight_bytes = sum(model.weight_bytes for model in models)
         numbers = {one.number for one in usable}
-        room_bytes = min(one.up.capacity_bytes for one in usable) * (1 - self._tuning.kv_share)
+        room_bytes = min(one.up.capacity_bytes for one in usable) * (1 - _KV_SHARE)
         return weight_bytes <= room_bytes and all(numbers <= model.hosts for model in models)
 
     def _step(
@@ -156,19 +149,19 @@ class RolePlanner:
     ) -> Iterable[tuple[DeviceState, Role]]:
         """Return one change towards ``wanted`` that leaves each stage a device."""
         for device, role in _nearer(usable, wanted):
-            stayed_s = now_s - self._changed_s.get(device.number, -self._tuning.least_stay_s)
+            stayed_s = now_s - self._changed_s.get(device.number, -_LEAST_STAY_S)
             is_needed = not covers(usable)  # a stage has lost its last device
-            may_change = is_needed or stayed_s >= self._tuning.least_stay_s
+            may_change = is_needed or stayed_s >= _LEAST_STAY_S
             if may_change and covers(usable, device, role):
                 self._changed_s[device.number] = now_s
                 yield device, role
                 return
 
 
-def _main_share(demands: Sequence[Demand], hot_load: float) -> float:
+def _main_share(demands: Sequence[Demand]) -> float:
     """Return the share of hot models in the load, at least that of the largest model."""
     loads = [demand.total for demand in demands]
-    hot = sum(load for load in loads if load >= hot_load)
+    hot = sum(load for load in loads if load >= _HOT_LOAD)
     return max(hot, max(loads)) / max(sum(loads), 1e-9)
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
 
-class Rule(StrEnum):
-    """The rule behind a decision. ``why`` is a sentence for people."""
+class ReasonName(StrEnum):
+    """Names of reasons. ``why`` is a sentence for people."""
 
     why: str
 
-    def __new__(cls, value: str, why: str) -> Rule:
+    def __new__(cls, value: str, why: str) -> Self:
         made = str.__new__(cls, value)
         made._value_ = value
         made.why = why
         return made
+
+
+class Rule(ReasonName):
+    """The rule behind a decision."""
 
     # Rules that place requests on devices.
     ONLY_DEVICE = "only-device", "no other device can take the request"

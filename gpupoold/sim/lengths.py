@@ -35,10 +35,13 @@ SCENARIO = "scenario"
 
 
 class Lengths(NamedTuple):
-    """Tokens of one request; both at least 1."""
+    """Tokens of one request, both at least 1; as a source, of every request."""
 
     prompt_tokens: int
     output_tokens: int
+
+    def sample(self, rng: Random) -> Lengths:
+        return self
 
 
 class LengthSource(Protocol):
@@ -47,25 +50,6 @@ class LengthSource(Protocol):
     def sample(self, rng: Random) -> Lengths:
         """Return the lengths of one more request."""
         ...
-
-
-class LengthSampler:
-    """Draws whole (prompt, output) pairs, each equally likely."""
-
-    def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Raise UsageError without pairs or for a length below 1."""
-        if not pairs:
-            raise UsageError("no token lengths to draw from")
-        for pair in pairs:
-            if min(pair) < 1:
-                raise UsageError(f"token lengths {pair}: both must be at least 1")
-        self._pairs = [Lengths(*pair) for pair in pairs]
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def sample(self, rng: Random) -> Lengths:
-        return rng.choice(self._pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from gpupoold.sim.host import NO_WISHES, HostMemory, HostWishes, engine_costs, h
 from gpupoold.sim.hosting import EngineCosts
 from gpupoold.sim.lengths import (
     Lengths,
-    LengthSampler,
     LengthSource,
     length_variant,
     sharegpt_lengths,
@@ -123,11 +122,11 @@ class PoissonArrivals(Workload):
         if draw.num_models is None or draw.rps is None or draw.duration_s is None:
             raise UsageError("Poisson arrivals need a number of models, a rate and a duration")
         names = tuple(model_names(draw.num_models))
-        lengths: LengthSource
-        if isinstance(self.lengths, Lengths):
-            lengths = LengthSampler([self.lengths])
-        else:
-            lengths = length_variant(sharegpt_lengths(), self.lengths)
+        lengths: LengthSource = (
+            self.lengths
+            if isinstance(self.lengths, Lengths)
+            else length_variant(sharegpt_lengths(), self.lengths)
+        )
         rates = equal_rates(names, draw.rps)
         requests = poisson_workload(rates, draw.duration_s, lengths, draw.seed)
         return DrawnWorkload(requests, names, draw.duration_s)
@@ -162,12 +161,12 @@ class Phases(Workload):
         """Raise UsageError if a number of models, a rate or a duration is given."""
         if (draw.num_models, draw.rps, draw.duration_s) != (None, None, None):
             raise UsageError("this preset's rates are fixed: no --models, --rps or --duration")
-        names, lengths = model_names(1), LengthSampler([self.lengths])
+        names = model_names(1)
         requests: list[SimRequest] = []
         begin_s = 0.0
         for number, (seconds, rps) in enumerate(self.phases):
             seed = draw.seed * len(self.phases) + number
-            drawn = poisson_workload(equal_rates(names, rps), seconds, lengths, seed)
+            drawn = poisson_workload(equal_rates(names, rps), seconds, self.lengths, seed)
             requests += [replace(one, arrival_s=begin_s + one.arrival_s) for one in drawn]
             begin_s += seconds
         return DrawnWorkload(in_arrival_order(requests), tuple(names), begin_s)

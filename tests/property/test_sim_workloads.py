@@ -9,11 +9,12 @@ from itertools import chain
 from hypothesis import given, settings, strategies as st
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.lengths import LengthSampler, parse_table
+from gpupoold.sim.lengths import parse_table
 from gpupoold.sim.traces import fold_models, trace_requests
 from gpupoold.sim.workloads import SimRequest, in_arrival_order, poisson_workload
+from tests.support.lengths import PairLengths
 
-LENGTHS = LengthSampler([(number, 100 - number) for number in range(1, 100)])
+LENGTHS = PairLengths([(number, 100 - number) for number in range(1, 100)])
 RATES = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.floats(0.01, 5), min_size=1)
 REQUESTS = st.lists(
     st.builds(

@@ -8,7 +8,7 @@ import pytest
 
 from gpupoold.scheduling.policies.aegaeon import TurnLoad, round_quotas_s
 from gpupoold.sim.clock import EventPriority, EventQueue
-from gpupoold.sim.lengths import LengthSampler
+from gpupoold.sim.lengths import Lengths
 from gpupoold.sim.workloads import equal_rates, model_names, poisson_workload
 from tests.sim.closed_forms import (
     active_models_sd,
@@ -61,7 +61,7 @@ def simulated_active_models(duration_s: float) -> tuple[float, float]:
     """Time average and deviation of the number of models with a request in flight."""
     rates = equal_rates(model_names(NUM_MODELS), RATE_RPS)
     queue: EventQueue[tuple[str, int]] = EventQueue()
-    for request in poisson_workload(rates, duration_s, LengthSampler([(1, 1)]), seed=11):
+    for request in poisson_workload(rates, duration_s, Lengths(1, 1), seed=11):
         arrival_s = request.arrival_s
         queue.schedule(arrival_s, (request.model, +1), EventPriority.ARRIVAL)
         queue.schedule(arrival_s + RESIDENCE_S, (request.model, -1), EventPriority.COMPLETION)

@@ -15,7 +15,7 @@ from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.host import LOAD_S, HostWishes, engine_costs
 from gpupoold.sim.hosting import EngineCosts, Hosting
-from gpupoold.sim.lengths import Lengths, LengthSampler
+from gpupoold.sim.lengths import Lengths
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
 from tests.sim.box import GB, models, request
@@ -165,8 +165,8 @@ def test_busy_models_on_one_device_get_others() -> None:
     """Device 0 has the only engines of d and f, which need more than one device."""
     names = "abcdef"
     assert hosting(names, 2, 3).hosts()[:3] == [(0, "d"), (0, "e"), (0, "f")]
-    lengths = LengthSampler([Lengths(300, 200)])
-    requests = poisson_workload(equal_rates("df", 4.0), 200.0, lengths, 0)
+    lengths = Lengths(300, 200)
+    requests = poisson_workload(equal_rates("df", 4.0), 600.0, lengths, 0)
     outcome = run(list(requests), names, 3, num_devices=2)
     assert outcome.num_loads
     first, second = (one.steps for one in outcome.devices)
@@ -178,7 +178,7 @@ def test_busy_models_on_one_device_get_others() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_scarce_engines_serve_every_request(policy: str, seed: int) -> None:
     names = "abcdefg"
-    lengths = LengthSampler([Lengths(300, 60)])
+    lengths = Lengths(300, 60)
     requests = poisson_workload(equal_rates(names, 0.05), 200.0, lengths, seed)
     outcome = run(list(requests), names, 2, num_devices=2, policy=policy)
     assert outcome.num_loads

@@ -12,7 +12,6 @@ import pytest
 from gpupoold.errors import UsageError
 from gpupoold.sim.lengths import (
     Lengths,
-    LengthSampler,
     LengthSource,
     QuantileSampler,
     length_pairs,
@@ -21,10 +20,11 @@ from gpupoold.sim.lengths import (
     select_scenario,
     sharegpt_lengths,
 )
+from tests.support.lengths import PairLengths
 
 
-def load_lengths(path: Path, scenario: str | None = None) -> LengthSampler:
-    return LengthSampler(length_pairs(select_scenario(read_table(path), scenario)))
+def load_lengths(path: Path, scenario: str | None = None) -> PairLengths:
+    return PairLengths(length_pairs(select_scenario(read_table(path), scenario)))
 
 
 def draws(source: LengthSource, count: int, seed: int = 7) -> list[Lengths]:
@@ -32,19 +32,8 @@ def draws(source: LengthSource, count: int, seed: int = 7) -> list[Lengths]:
     return [source.sample(rng) for _ in range(count)]
 
 
-def test_pairs_stay_together_and_the_seed_decides() -> None:
-    pairs = [(1, 10), (2, 20), (3, 30)]
-    sampler = LengthSampler(pairs)
-    assert len(sampler) == 3
-    assert set(draws(sampler, 100)) == set(pairs)
-    assert draws(sampler, 100) == draws(LengthSampler(pairs), 100)
-    assert draws(sampler, 100) != draws(sampler, 100, seed=8)
-
-
-@pytest.mark.parametrize("pairs", [[], [(1, 1), (0, 5)], [(5, -1)]])
-def test_pairs_that_no_request_can_have(pairs: list[tuple[int, int]]) -> None:
-    with pytest.raises(UsageError, match="token lengths"):
-        LengthSampler(pairs)
+def test_constant_lengths_are_those_of_every_request() -> None:
+    assert draws(Lengths(1, 10), 2) == [(1, 10), (1, 10)]
 
 
 def test_variants_double_prompts_or_outputs_of_the_same_draws() -> None:

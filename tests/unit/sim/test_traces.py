@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.lengths import LengthSampler, read_table, select_scenario
+from gpupoold.sim.lengths import Lengths, read_table, select_scenario
 from gpupoold.sim.traces import (
     DEFAULT_MODEL,
     fold_models,
@@ -21,7 +21,7 @@ from gpupoold.sim.traces import (
 from gpupoold.sim.workloads import SimRequest, poisson_workload
 
 HEADER = "arrival_s,model,prompt_tokens,output_tokens\n"
-LENGTHS = LengthSampler([(10, 20)])
+LENGTHS = Lengths(10, 20)
 
 
 def load_trace(

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from gpupoold.errors import UsageError
-from gpupoold.sim.lengths import LengthSampler, sharegpt_lengths
+from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.workloads import (
     SimRequest,
     equal_rates,
@@ -18,8 +18,9 @@ from gpupoold.sim.workloads import (
     model_names,
     poisson_workload,
 )
+from tests.support.lengths import PairLengths
 
-LENGTHS = LengthSampler([(number, 1000 + number) for number in range(1, 500)])
+LENGTHS = PairLengths([(number, 1000 + number) for number in range(1, 500)])
 
 
 def of_model(requests: tuple[SimRequest, ...], model: str) -> list[tuple[float, int, int]]:

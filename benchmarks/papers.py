@@ -16,9 +16,10 @@ from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.latency.profiles import latency_for, measured_profiles
 from gpupoold.latency.shape import builtin_shape, hardware
-from gpupoold.scheduling.roles import batch_velocity
+from gpupoold.scheduling.events import costs_of
+from gpupoold.scheduling.observed import RequestClass
+from gpupoold.scheduling.roles import batch_velocity, decoders_load, prefill_velocity
 from gpupoold.scheduling.state import Speed
-from gpupoold.scheduling.velocity import RequestClass, costs_of, decoders_load, prefill_velocity
 from gpupoold.sim.boxes import USABLE_SHARE, Box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation

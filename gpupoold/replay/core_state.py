@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 
 from gpupoold import domain
-from gpupoold.scheduling import core, events, observed, roles, rules, state, velocity
+from gpupoold.scheduling import core, events, observed, roles, rules, state
 from gpupoold.scheduling.policies import (
     aegaeon,
     baselines,
@@ -31,7 +31,7 @@ from gpupoold.scheduling.policies import (
 )
 
 _MODULES = (
-    *(domain, core, events, observed, roles, rules, state, velocity),
+    *(domain, core, events, observed, roles, rules, state),
     *(aegaeon, baselines, gpupool, planned_turns, rebalancing),
 )
 _CLASSES: dict[str, type] = {

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gpupoold.scheduling.velocity import RequestClass
-
 WINDOW = 256  # latest requests that count, per class
 MAX_MODELS = 1024
 NUM_PROMPT_CLASSES = 18  # powers of two up to 128 K tokens and one for all longer prompts
@@ -37,6 +35,23 @@ _HALF_LIFE_REQUESTS = 32
 _DECAY = 0.5 ** (1 / _HALF_LIFE_REQUESTS)
 # Until a class has seen some requests, so many without any cached token are counted with them.
 _PRIOR_REQUESTS = 4
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RequestClass:
+    """Requests of about the same prompt and output length, in tokens."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.num_prompt_tokens < 1 or self.num_output_tokens < 1:
+            raise ValueError(f"a request class has a token of each kind at least, got {self}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of KV that a request of the class holds at the end."""
+        return self.num_prompt_tokens + self.num_output_tokens
 
 
 def prompt_class(num_prompt_tokens: int) -> int:

@@ -8,20 +8,14 @@ are used: the split makes the busier stage the least busy.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpupoold.domain import Role
+from gpupoold.scheduling.observed import RequestClass
 from gpupoold.scheduling.state import DeviceState, Model, Speed, State
-from gpupoold.scheduling.velocity import (
-    RequestClass,
-    decode_velocity,
-    decoders_load,
-    network_velocity,
-    prefill_velocity,
-    prefillers_load,
-)
 
 # Share of the TBT target for a step: the decoded batch is not always the largest possible.
 _TBT_SHARE = 0.9
@@ -223,7 +217,7 @@ class Demand:
     """Work by stage as a number of devices, before rounding.
 
     Covers the arrivals by model and class of prompt length; a device's capacity follows from the
-    model's costs (:mod:`.velocity`).
+    model's costs.
     """
 
     prefill: float = 0.0
@@ -330,3 +324,65 @@ def demands_on(
             decode = max(coming.decode, present)
             demands.append(Demand(coming.prefill, decode))
     return demands
+
+
+def prefill_velocity(num_tokens: int, prefill_s: float) -> float:
+    """Return the prompt tokens per second of a saturated prefill device (section IV-B2)."""
+    return num_tokens / _positive("prefill_s", prefill_s)
+
+
+def network_velocity(bandwidth_bytes_per_s: float, kv_bytes_per_token: float) -> float:
+    """Return the tokens per second whose KV a prefill device can migrate (section III-B)."""
+    _positive("bandwidth_bytes_per_s", bandwidth_bytes_per_s)
+    return bandwidth_bytes_per_s / _positive("kv_bytes_per_token", kv_bytes_per_token)
+
+
+def decode_velocity(
+    kind: RequestClass, kv_capacity_tokens: float, tbt_s: float, max_batch_size: float = math.inf
+) -> float:
+    """Return an estimate of the drain rate of one class by Little's law.
+
+    A request stays ``output * tbt`` and holds ``prompt + output / 2`` tokens on average, so that
+    ``capacity / (prompt + output / 2)`` requests run at once, or ``max_batch_size``; each frees all
+    its tokens at its end. The paper measures the rate instead; ``tbt_s`` is the step time of the
+    running batch.
+    """
+    held_tokens = kind.num_prompt_tokens + kind.num_output_tokens / 2
+    num_running = _positive("kv_capacity_tokens", kv_capacity_tokens) / held_tokens
+    num_running = min(num_running, _positive("max_batch_size", max_batch_size))
+    residence_s = kind.num_output_tokens * _positive("tbt_s", tbt_s)
+    return num_running * kind.num_tokens / residence_s
+
+
+def prefillers_load(token_rate: float, prefill: float, network: float = math.inf) -> float:
+    """Return the needed prefill devices before rounding, ``rate / min(V_P, V_N)`` (eq. 2)."""
+    return _rate(token_rate) / _positive("velocity", min(prefill, network))
+
+
+def decoders_load(
+    rates_rps: Mapping[RequestClass, float], velocities: Mapping[RequestClass, float]
+) -> float:
+    """Return the needed decode devices before rounding (equation 3).
+
+    The sum over classes of arriving tokens, prompt and output, divided by the class's decode
+    velocity. Raises ValueError for a class with arrivals and no velocity.
+    """
+    missing = [kind for kind in rates_rps if kind not in velocities]
+    if missing:
+        raise ValueError(f"no decode velocity for {missing[0]}; measure or estimate it first")
+    return math.fsum(
+        _rate(rate) * kind.num_tokens / _positive("velocity", velocities[kind])
+        for kind, rate in rates_rps.items()
+    )
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
+    return value
+
+
+def _rate(value: float) -> float:
+    if not value >= 0:
+        raise ValueError(f"a rate cannot be negative, got {value}")
+    return value

@@ -12,7 +12,7 @@ from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
 from gpupoold.domain import Priority, Role, Targets
-from gpupoold.scheduling.events import DeviceUp, Turn
+from gpupoold.scheduling.events import DeviceUp, ModelCosts, Turn
 from gpupoold.scheduling.observed import (
     DEFAULT_OUTPUT_TOKENS,
     Arrivals,
@@ -20,7 +20,6 @@ from gpupoold.scheduling.observed import (
     OutputLengthPredictor,
 )
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.velocity import ModelCosts
 
 # Added per request, whose last block is not full.
 _KV_BLOCK_TOKENS = 16

@@ -11,8 +11,7 @@ from gpupoold.errors import UsageError
 from gpupoold.latency.models import LatencyModel
 from gpupoold.latency.profiles import latency_for
 from gpupoold.latency.shape import MAX_GROUP_GPUS, LatencyError, builtin_shape, hardware
-from gpupoold.scheduling.events import ModelAdded
-from gpupoold.scheduling.velocity import costs_of
+from gpupoold.scheduling.events import ModelAdded, costs_of
 from gpupoold.sim.workloads import model_names
 
 # Activations, CUDA graphs and the framework's own memory (Aegaeon, section 7.1: about 10 %).

@@ -12,9 +12,8 @@ from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn
+from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn, costs_of
 from gpupoold.scheduling.policies.base import CannotServe, Policy
-from gpupoold.scheduling.velocity import costs_of
 from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.clock import EventPriority, EventQueue
 from gpupoold.sim.device import BoxDevice, SimDevice

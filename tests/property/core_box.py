@@ -13,10 +13,17 @@ from gpupoold.replay.log_file import RecordedCore
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.admission import HOST_SHARE
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn, Turn
+from gpupoold.scheduling.events import (
+    Action,
+    ChangeRole,
+    Migrate,
+    ModelCosts,
+    Send,
+    StartTurn,
+    Turn,
+)
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.state import DeviceState
-from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.sim.policies import PolicyOptions, make_policy
 
 GB = 10**9

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, strategies as st
 
 from gpupoold.domain import Priority, Targets
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.state import Batch, Model, Request
-from gpupoold.scheduling.velocity import ModelCosts
 
 TTFT_S = 10.0
 MODEL = Model("a", Targets(TTFT_S, 0.1), 1, 1, ModelCosts())

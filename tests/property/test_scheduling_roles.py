@@ -7,10 +7,9 @@ from hypothesis import given, settings, strategies as st
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.events import ChangeRole
+from gpupoold.scheduling.events import ChangeRole, ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.roles import covers
-from gpupoold.scheduling.velocity import ModelCosts
 from tests.unit.scheduling.driver import Driver
 
 COSTS = ModelCosts(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gpupoold.domain import Targets
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.state import Model, Request
-from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.sim.policies import peak_kv_bytes
 
 COSTS = ModelCosts(0.1, 0.0, decode_base_s=0.02)

@@ -31,8 +31,8 @@ from gpupoold.errors import GpupoolError, Refused, TimedOut
 from gpupoold.latency.shape import LatencyError
 from gpupoold.memory.host import owners_of
 from gpupoold.memory.prefix_files import remove_files
+from gpupoold.scheduling.events import ModelCosts, costs_of
 from gpupoold.scheduling.hosting import HostingReason
-from gpupoold.scheduling.velocity import ModelCosts, costs_of
 from gpupoold.units import format_bytes
 from gpupoold.wire import messages as m
 

@@ -18,10 +18,17 @@ from gpupoold.domain import FinishReason, Role, Targets
 from gpupoold.replay.log_file import RecordedCore
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn
+from gpupoold.scheduling.events import (
+    POOLING_COSTS,
+    Action,
+    ChangeRole,
+    Migrate,
+    ModelCosts,
+    Send,
+    StartTurn,
+)
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.state import State
-from gpupoold.scheduling.velocity import POOLING_COSTS, ModelCosts
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.wire import messages as m
 

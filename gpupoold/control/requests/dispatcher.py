@@ -50,9 +50,9 @@ from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.event_kinds import DeviceEvent
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.admission import has_room
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.policies.base import CannotServe, Policy
 from gpupoold.scheduling.state import State
-from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.wire import messages as m
 
 _SAME_ID = "A live request has the same id. Please send the request again."

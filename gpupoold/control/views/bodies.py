@@ -26,10 +26,10 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import DeviceActivity, DeviceFacts, MainCounts, MemoryUse
+from gpupoold.scheduling.observed import RequestClass
 from gpupoold.scheduling.policies.planned_turns import Tuning
 from gpupoold.scheduling.policies.rebalancing import expected_work
 from gpupoold.scheduling.state import Model, State
-from gpupoold.scheduling.velocity import RequestClass
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 from gpupoold.system.nvml import NO_READING
 from gpupoold.wire.messages import DraftCounts, ModelMemory, WorkerStatus

@@ -6,7 +6,7 @@ Used by the policy `gpupool` and by the estimates of waiting times.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.admission import admits
@@ -20,11 +20,6 @@ from gpupoold.scheduling.policies.planned_turns import (
 )
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, Speed, State
-from gpupoold.scheduling.velocity import (
-    convertible_prefill_velocity,
-    largest_chunk_tokens,
-    reserved_kv_bytes,
-)
 
 # The rule behind each part of a rank.
 _RANK_RULES = (Rule.LEAST_LOADED, Rule.HOME, Rule.RESIDENT, Rule.LEAST_LOADED, Rule.LEAST_LOADED)
@@ -359,3 +354,38 @@ def _base_s(speed: Speed, num_running: int, context_tokens: int) -> float:
 
 def _batches(device: DeviceState) -> list[Batch]:
     return [*device.working.values(), *device.queued.values(), *device.waiting_for_kv.values()]
+
+
+def largest_chunk_tokens(step_s: Callable[[int], float], tbt_s: float, max_tokens: int) -> int:
+    """Return the largest chunk of a mixed step within the target between tokens (section IV-D).
+
+    A chunk counts the prompt tokens and one token per running answer; ``step_s`` returns the time
+    of such a step and must not decrease. 0 means that not even one token is on time.
+    """
+    fits, too_many = 0, max_tokens + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if step_s(middle) <= tbt_s:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+def convertible_prefill_velocity(chunk_tokens: int, mean_batch_size: float, step_s: float) -> float:
+    """Return the prompt tokens/s beside running answers: ``(chunk - batch) / step`` (eq. 5).
+
+    0 if the answers alone fill the chunk. ``step_s`` is the target between tokens, or the
+    measured time of a step with a full chunk.
+    """
+    return max(0.0, chunk_tokens - mean_batch_size) / step_s
+
+
+def reserved_kv_bytes(velocity: float, ttft_s: float, kv_bytes_per_token: float) -> float:
+    """Return the memory that a convertible decoder reserves for one prefill (equation 6).
+
+    The memory holds the tokens that the decoder can prefill within the target of the first token:
+    a longer prompt goes elsewhere. The time factor is inferred from the paper's text, which names
+    the other two factors.
+    """
+    return velocity * ttft_s * kv_bytes_per_token

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpupoold.domain import Role
 from gpupoold.scheduling.admission import admits
+from gpupoold.scheduling.observed import RequestClass
 from gpupoold.scheduling.policies.placement import able_devices
 from gpupoold.scheduling.policies.planned_turns import Loads, Tuning, more_load
 from gpupoold.scheduling.pressure import (
@@ -41,7 +42,6 @@ from gpupoold.scheduling.state import (
     Speed,
     State,
 )
-from gpupoold.scheduling.velocity import RequestClass
 
 # Longest pause of a migration, as a share of the answer's remaining time at its target.
 _PAUSE_SHARE = 0.1

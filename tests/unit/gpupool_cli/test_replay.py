@@ -11,7 +11,7 @@ from gpupoold.domain import Targets
 from gpupoold.replay.log_file import Header, RecordedCore, lines, write
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.velocity import ModelCosts
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.sim.policies import make_policy
 from tests.unit.gpupool_cli.conftest import Cli, ProcessCli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

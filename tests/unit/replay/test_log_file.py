@@ -24,9 +24,16 @@ from gpupoold.replay.log_file import (
 )
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.events import Action, ChangeRole, Migrate, Send, StartTurn, Turn
+from gpupoold.scheduling.events import (
+    Action,
+    ChangeRole,
+    Migrate,
+    ModelCosts,
+    Send,
+    StartTurn,
+    Turn,
+)
 from gpupoold.scheduling.policies.named import POLICY_NAMES, PolicyOptions, make_policy
-from gpupoold.scheduling.velocity import ModelCosts
 
 HEADER = '{"policy":"gpupool","options":{"num_prefill":null},"format":"gpupool-event-log-2"}\n'
 

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from gpupoold.domain import Priority, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
-from gpupoold.scheduling.events import Action, Migrate, Send, StartTurn
+from gpupoold.scheduling.events import Action, Migrate, ModelCosts, Send, StartTurn
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.base import Choice, Placement, Policy
 from gpupoold.scheduling.state import DeviceState, State
-from gpupoold.scheduling.velocity import ModelCosts
 
 GB = 10**9
 STEP_S = 0.025

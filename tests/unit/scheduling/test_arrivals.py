@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.observed import ArrivalWindow
+from gpupoold.scheduling.observed import ArrivalWindow, RequestClass
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.velocity import RequestClass
 from tests.unit.scheduling.driver import Driver
 
 KIND = RequestClass(1000, 100)

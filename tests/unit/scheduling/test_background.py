@@ -5,9 +5,9 @@ from __future__ import annotations
 from gpupoold.domain import BACKGROUND_TTFT_S, Priority, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.admission import has_room
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.rules import Rule
-from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 from tests.unit.scheduling.driver import GB, Driver, sends
 

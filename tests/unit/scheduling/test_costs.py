@@ -11,7 +11,7 @@ from gpupoold.latency.models import (
     PrefillModel,
     SwitchModel,
 )
-from gpupoold.scheduling.velocity import ModelCosts, costs_of
+from gpupoold.scheduling.events import ModelCosts, costs_of
 
 SWITCH = SwitchModel(1e9)
 PAPER = LatencyModel(

@@ -6,10 +6,11 @@ import pytest
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.events import ModelCosts
+from gpupoold.scheduling.observed import RequestClass
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.roles import Demand, decoding_now, demand_of, demands_on
 from gpupoold.scheduling.state import Model
-from gpupoold.scheduling.velocity import ModelCosts, RequestClass
 from tests.unit.scheduling.driver import Driver
 
 GB = 10**9

@@ -10,6 +10,7 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.admission import Job, most_on_time
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.policies.aegaeon import MAX_GROUP_SIZE, AegaeonPolicy
 from gpupoold.scheduling.policies.base import CannotServe
 from gpupoold.scheduling.policies.planned_turns import (
@@ -21,7 +22,6 @@ from gpupoold.scheduling.policies.planned_turns import (
     plan_turn,
 )
 from gpupoold.scheduling.state import Model, Request, RequestPhase
-from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.sim.policies import POLICY_NAMES, make_policy
 from tests.unit.scheduling.driver import GB, STEP_S, Driver, migrations_in, sends
 

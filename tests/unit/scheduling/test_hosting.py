@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.scheduling.events import Hostable
+from gpupoold.scheduling.events import Hostable, ModelCosts
 from gpupoold.scheduling.hosting import (
     HOME_IDLE_S,
     LATE_IDLE_S,
@@ -18,7 +18,6 @@ from gpupoold.scheduling.hosting import (
     victims,
 )
 from gpupoold.scheduling.state import Model, State
-from gpupoold.scheduling.velocity import ModelCosts
 
 FIXED, NEEDED = HostingReason.FIXED, HostingReason.NEEDED
 LATE, SPARE, HOME = HostingReason.LATE, HostingReason.SPARE, HostingReason.HOME

@@ -7,12 +7,11 @@ import math
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.scheduling.events import DeviceUp
+from gpupoold.scheduling.events import DeviceUp, ModelCosts
 from gpupoold.scheduling.policies.gpupool import turn_for_lead
 from gpupoold.scheduling.policies.planned_turns import PlannedTurn, Tuning, rank_planned_turns
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, RequestPhase
-from gpupoold.scheduling.velocity import ModelCosts
 
 GB = 10**9
 TUNING = Tuning()

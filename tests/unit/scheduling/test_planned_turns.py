@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.domain import Targets
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.policies.planned_turns import (
     BatchWork,
     PlannedTurn,
@@ -15,7 +16,6 @@ from gpupoold.scheduling.policies.planned_turns import (
 )
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, Model, Request, RequestPhase
-from gpupoold.scheduling.velocity import ModelCosts
 
 TUNING = Tuning()
 NO_SWITCH = Switching(TUNING.turn_min_s, is_exposed=False)

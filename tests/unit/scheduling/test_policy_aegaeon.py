@@ -10,9 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.events import Action
+from gpupoold.scheduling.events import Action, ModelCosts
 from gpupoold.scheduling.policies.aegaeon import AegaeonPolicy
-from gpupoold.scheduling.velocity import ModelCosts
 from tests.unit.scheduling.driver import COSTS, GB, Driver, migrations_in, runs, sends
 
 # Numbers that add up exactly in binary, so that equal loads are equal.

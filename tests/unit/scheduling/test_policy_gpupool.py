@@ -11,9 +11,9 @@ from hypothesis import given, strategies as st
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.policies.planned_turns import PlannedTurn, Tuning, order_planned_turns
-from gpupoold.scheduling.velocity import ModelCosts
 from tests.unit.scheduling.driver import GB, STEP_S, Driver, runs
 
 

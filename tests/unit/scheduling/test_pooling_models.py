@@ -7,8 +7,8 @@ import pytest
 from gpupoold.domain import Role, Targets
 from gpupoold.latency.models import LatencyModel, LinearDecode, LinearPrefill, SwitchModel
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.events import POOLING_COSTS, ModelCosts, costs_of
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.velocity import POOLING_COSTS, ModelCosts, costs_of
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 from gpupoold.sim.boxes import SimModel
 from gpupoold.sim.device import BoxDevice

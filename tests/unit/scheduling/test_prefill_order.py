@@ -9,11 +9,10 @@ import pytest
 from gpupoold.domain import Priority, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.admission import prefill_order, time_factor
-from gpupoold.scheduling.events import Action
+from gpupoold.scheduling.events import Action, ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.policies.planned_turns import Tuning
 from gpupoold.scheduling.state import Batch, Model, Request, Speed
-from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.scheduling.wait_estimate import first_token_in_s, next_token_in_s
 from tests.unit.scheduling.driver import Driver, sends
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.state import PlannedHome
-from gpupoold.scheduling.velocity import ModelCosts
 from tests.unit.scheduling.driver import GB, Driver, migrations_in
 
 # A step takes 20 ms and 1 ms per answer: a load of 1 with 80 answers. KV of 1 GB per 10,000.

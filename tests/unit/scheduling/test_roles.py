@@ -6,10 +6,9 @@ import pytest
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.events import ChangeRole
+from gpupoold.scheduling.events import ChangeRole, ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.roles import Demand, best_split, busiest_stage, covers
-from gpupoold.scheduling.velocity import ModelCosts
 from tests.unit.scheduling.driver import GB, Driver
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED

@@ -6,8 +6,8 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.state import Speed
-from gpupoold.scheduling.velocity import ModelCosts
 from tests.unit.scheduling.driver import GB, Driver
 
 # A step of n sequences takes 10 ms each.

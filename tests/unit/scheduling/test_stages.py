@@ -8,6 +8,7 @@ import pytest
 
 from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.policies.placement import (
     best_converted,
@@ -18,7 +19,6 @@ from gpupoold.scheduling.policies.placement import (
     prefill_in_s,
     would_delay_answers,
 )
-from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 from tests.unit.scheduling.driver import GB, Driver, migrations_in, sends
 

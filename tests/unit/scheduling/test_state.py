@@ -11,7 +11,7 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling.core import _move
-from gpupoold.scheduling.events import DeviceUp
+from gpupoold.scheduling.events import DeviceUp, ModelCosts
 from gpupoold.scheduling.state import (
     TRANSITIONS,
     Batch,
@@ -23,7 +23,6 @@ from gpupoold.scheduling.state import (
     State,
     Trigger,
 )
-from gpupoold.scheduling.velocity import ModelCosts
 
 COSTS = ModelCosts(prefill_base_s=0.5, prefill_token_s=0.01, decode_base_s=0.02)
 MODEL = Model("a", Targets(3.0, 0.5), 10, 2, COSTS)

@@ -6,16 +6,18 @@ import math
 
 import pytest
 
-from gpupoold.scheduling.velocity import (
-    RequestClass,
+from gpupoold.scheduling.observed import RequestClass
+from gpupoold.scheduling.policies.placement import (
     convertible_prefill_velocity,
+    largest_chunk_tokens,
+    reserved_kv_bytes,
+)
+from gpupoold.scheduling.roles import (
     decode_velocity,
     decoders_load,
-    largest_chunk_tokens,
     network_velocity,
     prefill_velocity,
     prefillers_load,
-    reserved_kv_bytes,
 )
 
 CLASSES = tuple(
@@ -127,8 +129,6 @@ def test_prefill_beside_running_answers() -> None:
         lambda: prefillers_load(math.nan, 1),
         lambda: decoders_load({RequestClass(1, 1): 1.0}, {}),
         lambda: decoders_load({RequestClass(1, 1): -1.0}, {RequestClass(1, 1): 1.0}),
-        lambda: largest_chunk_tokens(step_s, 0, 10),
-        lambda: convertible_prefill_velocity(1, 1, 0),
     ],
 )
 def test_nonsense_is_named(call: object) -> None:

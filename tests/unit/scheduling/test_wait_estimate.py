@@ -6,9 +6,9 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
 from gpupoold.scheduling.state import Model, State
-from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.scheduling.wait_estimate import (
     Drain,
     WaitingAnswer,

@@ -166,7 +166,7 @@ def test_busy_models_on_one_device_get_others() -> None:
     names = "abcdef"
     assert hosting(names, 2, 3).hosts()[:3] == [(0, "d"), (0, "e"), (0, "f")]
     lengths = Lengths(300, 200)
-    requests = poisson_workload(equal_rates("df", 4.0), 600.0, lengths, 0)
+    requests = poisson_workload(equal_rates("df", 4.0), 200.0, lengths, 0)
     outcome = run(list(requests), names, 3, num_devices=2)
     assert outcome.num_loads
     first, second = (one.steps for one in outcome.devices)

@@ -9,11 +9,10 @@ import pytest
 
 from gpupoold.domain import Targets
 from gpupoold.scheduling import events as e
-from gpupoold.scheduling.events import DeviceUp
+from gpupoold.scheduling.events import DeviceUp, ModelCosts
 from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, RequestPhase
-from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.sim.policies import (
     BestFitPolicy,
     PowerOfTwoPolicy,

@@ -15,8 +15,8 @@ from gpupoold.control.requests.admission import Overload, bound_for
 from gpupoold.domain import Priority, Targets
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.core import Core
+from gpupoold.scheduling.events import ModelCosts
 from gpupoold.scheduling.policies.gpupool import GpupoolPolicy
-from gpupoold.scheduling.velocity import ModelCosts
 from gpupoold.wire import messages as m
 from tests.unit.control.live import live_request
 

@@ -45,7 +45,7 @@ from gpupoold.fleet.asgi import (
 )
 from gpupoold.fleet.cluster import FleetTable, Node
 from gpupoold.fleet.relays import ChoicesRelay, Relay, TypedRelay
-from gpupoold.fleet.routing import CHOICES_PATHS, RESPONSES, Wanted, conversation_of, order
+from gpupoold.fleet.routing import CHOICES_PATHS, RESPONSES, RoutedBody, conversation_of, order
 from gpupoold.wire.continuation import CONTINUES_HEADER
 
 _logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Asked:
     headers: list[tuple[bytes, bytes]]
     body: bytes
     model: str
-    wanted: Wanted
+    wanted: RoutedBody
     priority: Priority
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     relay: Relay = field(init=False)
@@ -260,7 +260,7 @@ class Entrance:
 
     async def _route(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         try:
-            wanted = msgspec.json.decode(body, type=Wanted)
+            wanted = msgspec.json.decode(body, type=RoutedBody)
         except msgspec.MsgspecError as error:
             await send_error(send, 400, f"The body cannot be read: {error}")
             return
@@ -415,7 +415,7 @@ class Entrance:
             await send_error(send, 503, text, [(b"retry-after", b"5")])
 
 
-def make_relay(path: str, wanted: Wanted) -> Relay:
+def make_relay(path: str, wanted: RoutedBody) -> Relay:
     """Return the relay for the events of a path's answers."""
     if path in CHOICES_PATHS:
         return ChoicesRelay(has_logprobs=wanted.wants_logprobs)

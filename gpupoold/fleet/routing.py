@@ -33,7 +33,7 @@ CHOICES_PATHS = frozenset({CHAT, COMPLETIONS})
 _NONE = RateUse()
 
 
-def conversation_of(model: str, wanted: Wanted) -> bytes:
+def conversation_of(model: str, wanted: RoutedBody) -> bytes:
     """Return a digest, equal for all turns of a conversation."""
     try:
         messages = _messages.decode(wanted.messages)
@@ -101,7 +101,7 @@ class _Tool(msgspec.Struct):
 _tools = msgspec.json.Decoder(list[_Tool] | None)
 
 
-class Wanted(msgspec.Struct):
+class RoutedBody(msgspec.Struct):
     """The fields of a client's request for routing and continuation."""
 
     model: str = ""

@@ -16,7 +16,7 @@ from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.access.fleet import HEADER, make_secret, sign
 from gpupoold.fleet.entrance import make_relay
 from gpupoold.fleet.relays import Relay
-from gpupoold.fleet.routing import Wanted
+from gpupoold.fleet.routing import RoutedBody
 from gpupoold.wire.continuation import CONTINUES_HEADER
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -126,7 +126,7 @@ def assert_like(found: Any, expected: Any) -> None:
 
 
 def relay_for(path: str, body: bytes) -> Relay:
-    return make_relay(path, msgspec.json.decode(body, type=Wanted))
+    return make_relay(path, msgspec.json.decode(body, type=RoutedBody))
 
 
 def chunks_of(text: bytes) -> list[dict[str, Any]]:
@@ -180,7 +180,7 @@ async def relayed(
 )
 async def test_the_text_goes_on(case: str, http: httpx.AsyncClient, secret: str) -> None:
     path, body = body_of(case)
-    assert msgspec.json.decode(body, type=Wanted).can_continue(path)
+    assert msgspec.json.decode(body, type=RoutedBody).can_continue(path)
     answer = await http.post(path, content=body)
     assert answer.status_code == 200, answer.text
     whole = told(answer.content)

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from gpupoold.fleet import relays
 from gpupoold.fleet.entrance import make_relay
 from gpupoold.fleet.relays import Relay
-from gpupoold.fleet.routing import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Wanted
+from gpupoold.fleet.routing import CHAT, COMPLETIONS, MESSAGES, RESPONSES, RoutedBody
 from gpupoold.wire.continuation import Continuation, OutputSoFar
 
 
@@ -27,7 +27,7 @@ def tokens(*ids: int, reason: str = "", number: int = 0) -> bytes:
 
 
 def relay_of(path: str = CHAT, **fields: Any) -> Relay:
-    return make_relay(path, msgspec.convert(fields, Wanted))
+    return make_relay(path, msgspec.convert(fields, RoutedBody))
 
 
 def deltas(text: bytes) -> list[dict[str, Any]]:
@@ -274,4 +274,4 @@ def test_a_long_event_in_many_parts() -> None:
 )
 def test_what_can_continue(fields: dict[str, Any], path: str, can: bool) -> None:
     body = json.dumps({"model": "m", "stream": True} | fields).encode()
-    assert msgspec.json.decode(body, type=Wanted).can_continue(path) is can
+    assert msgspec.json.decode(body, type=RoutedBody).can_continue(path) is can

@@ -9,12 +9,12 @@ import msgspec
 
 from gpupoold.domain import Priority
 from gpupoold.fleet.cluster import FleetTable, Node
-from gpupoold.fleet.routing import Wanted, conversation_of, order
+from gpupoold.fleet.routing import RoutedBody, conversation_of, order
 from tests.unit.fleet.fleets import model, node
 
 
-def wanted(**fields: Any) -> Wanted:
-    return msgspec.json.decode(json.dumps(fields), type=Wanted)
+def wanted(**fields: Any) -> RoutedBody:
+    return msgspec.json.decode(json.dumps(fields), type=RoutedBody)
 
 
 def names(*given: Node, conversation: bytes = b"", sent: dict[str, int] | None = None) -> list[str]:

@@ -188,7 +188,7 @@ async def test_a_model_in_flight_is_never_dropped(
     long = Background(api, LLAMA, PROMPT)
     await long.started()
     num_looks = 0
-    for name in (QWEN2, QWEN3, QWEN2):
+    for name in (LLAMA, QWEN2, QWEN3, QWEN2):
         assert await ask(api, name, PROMPT) == expected[name]
         dropped = await asyncio.to_thread(cli, daemon, "cache", "drop", LLAMA)
         snapshots = in_host(daemon)

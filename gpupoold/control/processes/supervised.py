@@ -130,13 +130,21 @@ class Supervised(ABC, Generic[M]):
         self._keep(keep_running(self.name, self._run_once, self._backoff, self._timing), self.name)
 
     async def stop(self) -> None:
-        """Stop the process within the grace time."""
+        """Stop the process within the grace time; its messages are handled until its end."""
+        await self._cancel_tasks()
+        if self._child is not None:
+            grace_s = self._settings.limits.stop_grace_s
+            # A request that a frontend has accepted by now is still answered or refused.
+            watch = self.watch or Watch(self._timing.clock())
+            reading = self._keep(self._receive(self._child, watch), f"{self.name}-last")
+            await self._child.stop(m.Shutdown(grace_s), grace_s)
+            await reading  # until the channel is closed
+            await self._cancel_tasks()
+
+    async def _cancel_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._child is not None:
-            grace_s = self._settings.limits.stop_grace_s
-            await self._child.stop(m.Shutdown(grace_s), grace_s)
 
     def send(self, message: m.Message, fds: tuple[int, ...] = ()) -> None:
         """Send a message, unless no process runs."""

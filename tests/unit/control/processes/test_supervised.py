@@ -16,7 +16,7 @@ from gpupoold.control.processes.supervised import Death, Supervised, Timing, Wat
 from gpupoold.wire import messages as m
 
 TIMEOUT_S = 20
-# Reports readiness, then the size limit of each configuration; leaves when asked to.
+# Reports readiness, then the size limit of each configuration; leaves with a message when asked to.
 SAMPLE = """
 import socket, sys
 from gpupoold.wire import messages as m
@@ -30,6 +30,7 @@ while True:
         case m.Reconfigure() as message:
             channel.send(m.CallResult(message.max_body_bytes))
         case m.Shutdown():
+            channel.send(m.CallResult(-1))
             break
 """
 
@@ -146,6 +147,13 @@ async def test_ends_are_reported_and_followed_by_restarts(sample: Sample) -> Non
     assert len(sample.deaths) == 2
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_messages_are_handled_until_the_process_has_stopped(sample: Sample) -> None:
+    sample.start()
+    await sample.until(lambda: bool(sample.sizes))
+    await sample.stop()
+    assert sample.sizes[-1] == -1
 
 
 async def test_set_up_that_fails_ends_the_process(sample: Sample) -> None:

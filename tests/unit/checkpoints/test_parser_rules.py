@@ -16,7 +16,7 @@ from gpupoold.checkpoints.parsers import (
     find_tool_parser,
 )
 
-TEMPLATES = Path(__file__).parents[3] / "templates"
+TEMPLATES = Path(__file__).parents[2] / "templates"
 
 # Parsers of ``rules``, which are not in the table.
 BY_RULES = {"hf", "qwen3", "holo2", "deepseek_v3", "deepseek_r1"}

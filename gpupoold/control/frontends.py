@@ -201,6 +201,9 @@ class Frontend(Supervised[m.FromFrontend]):
     in seconds.
     """
 
+    # A request that was accepted just before the stop is scheduled or refused.
+    handles_last_messages = True
+
     def __init__(
         self,
         number: int,

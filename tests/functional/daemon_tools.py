@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -395,8 +395,8 @@ class Restartable:
         self._stack = contextlib.ExitStack()
         self._daemon: PrivateDaemon | None = None
 
-    def running(self) -> PrivateDaemon:
-        """The daemon with all its models ready; after the first time they come by themselves."""
+    def running(self, further: Set[str] = frozenset()) -> PrivateDaemon:
+        """The daemon with all its and further models ready, which come by themselves later on."""
         if self._daemon is None or self._daemon.process.poll() is not None:
             self._stack.close()
             is_new = self._daemon is None
@@ -408,7 +408,7 @@ class Restartable:
                 daemon.add_model(name, path, **LOAD_OPTIONS)
         daemon = self._daemon
         until(lambda: {row.state for row in ps(daemon).models} == {"ready"}, 60)
-        assert [row.name for row in ps(daemon).models] == sorted(self._models)
+        assert {row.name for row in ps(daemon).models} == self._models.keys() | further
         return daemon
 
     def close(self) -> None:

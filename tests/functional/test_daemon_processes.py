@@ -202,6 +202,7 @@ class TestDaemon:
                     pass
                 daemon.process.send_signal(signal.SIGTERM)
                 await asyncio.to_thread(daemon.process.wait, GRACE_S)
+                told = json.loads(list(lines)[-1])
             outcomes = await asyncio.gather(
                 *(stream.finished() for stream in (short, *endless)), return_exceptions=True
             )
@@ -213,6 +214,10 @@ class TestDaemon:
         assert all_gone(processes, 0)
         assert not daemon.socket_path.exists()
         assert "Traceback" not in daemon.log_path.read_text()
+        if told["stage"] == "ready":  # the load has ended within the grace
+            with restartable.running({"late"}).client() as client:
+                client.remove_model("late")
+        restartable.running()
 
     @pytest.mark.slow
     def test_a_second_one_on_the_same_folder(self, daemon: PrivateDaemon) -> None:

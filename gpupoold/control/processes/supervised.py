@@ -56,8 +56,11 @@ class Supervised(ABC, Generic[M]):
 
     A subclass gives the command line, handles the messages ``M`` and drops the state of an ended
     process. ``watch`` has the observations of the present run. ``num_restarts`` counts processes
-    that ended and were or will be replaced.
+    that ended and were or will be replaced. ``handles_last_messages`` is true if :meth:`stop`
+    handles messages until the process ends.
     """
+
+    handles_last_messages = False
 
     def __init__(
         self, name: str, settings: Settings, timing: Timing, max_backoff_s: float = MAX_S
@@ -130,15 +133,14 @@ class Supervised(ABC, Generic[M]):
         self._keep(keep_running(self.name, self._run_once, self._backoff, self._timing), self.name)
 
     async def stop(self) -> None:
-        """Stop the process within the grace time; its messages are handled until its end."""
+        """Stop the process within the grace time."""
         await self._cancel_tasks()
         if self._child is not None:
             grace_s = self._settings.limits.stop_grace_s
-            # A request that a frontend has accepted by now is still answered or refused.
-            watch = self.watch or Watch(self._timing.clock())
-            reading = self._keep(self._receive(self._child, watch), f"{self.name}-last")
+            if self.handles_last_messages:
+                watch = self.watch or Watch(self._timing.clock())
+                self._keep(self._receive(self._child, watch), f"{self.name}-last")
             await self._child.stop(m.Shutdown(grace_s), grace_s)
-            await reading  # until the channel is closed
             await self._cancel_tasks()
 
     async def _cancel_tasks(self) -> None:

@@ -149,11 +149,13 @@ async def test_ends_are_reported_and_followed_by_restarts(sample: Sample) -> Non
         os.kill(pid, 0)
 
 
-async def test_messages_are_handled_until_the_process_has_stopped(sample: Sample) -> None:
+@pytest.mark.parametrize("handles", [True, False])
+async def test_last_messages_are_handled_if_told_to(sample: Sample, handles: bool) -> None:
+    sample.handles_last_messages = handles
     sample.start()
     await sample.until(lambda: bool(sample.sizes))
     await sample.stop()
-    assert sample.sizes[-1] == -1
+    assert (sample.sizes[-1] == -1) == handles
 
 
 async def test_set_up_that_fails_ends_the_process(sample: Sample) -> None:

@@ -196,6 +196,7 @@ class TestSizes:
         pool.add_model("fifth", tiny_models[QWEN3], **LOAD_OPTIONS)
         with pool.client() as client:
             try:
+                until(lambda: "fifth" in Traces.of(pool).on_device)
                 before = Traces.of(pool)
                 for name in (*MODELS, "fifth"):
                     client.pin(name)

@@ -71,8 +71,8 @@ class FamilyWorker(WorkerPeer):
 
     def meet(self, other: FamilyWorker) -> None:
         """Get access to the host cache of ``other``, for KV transfers from there."""
-        if other.kv_host_fd is not None and other.ready.kv_host_bytes is not None:
-            message = m.PeerHost(other.number, other.ready.kv_host_bytes)
+        if other.kv_host_fd is not None and other.ready.facts.kv_host_limit_bytes is not None:
+            message = m.PeerHost(other.number, other.ready.facts.kv_host_limit_bytes)
             self.channel.send(message, (other.kv_host_fd,))
 
     def wait_tokens(self, request_id: str, num_tokens: int, timeout_s: float = 60.0) -> None:

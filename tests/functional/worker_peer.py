@@ -109,7 +109,7 @@ class WorkerPeer:
         self.state = self.shell.core.state
         self._unsent: dict[str, LiveRequest] = {}
         try:
-            self.ready = self.wait(m.WorkerReady, _START_TIMEOUT_S)
+            self.ready: m.WorkerReady = self.wait(m.WorkerReady, _START_TIMEOUT_S)
         except BaseException:
             self.process.kill()  # it may hold a whole device
             self.process.wait()

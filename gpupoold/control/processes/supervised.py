@@ -137,9 +137,8 @@ class Supervised(ABC, Generic[M]):
         await self._cancel_tasks()
         if self._child is not None:
             grace_s = self._settings.limits.stop_grace_s
-            if self.handles_last_messages:
-                watch = self.watch or Watch(self._timing.clock())
-                self._keep(self._receive(self._child, watch), f"{self.name}-last")
+            if self.handles_last_messages and self.watch is not None:
+                self._keep(self._receive(self._child, self.watch), f"{self.name}-last")
             await self._child.stop(m.Shutdown(grace_s), grace_s)
             await self._cancel_tasks()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class InLine(NamedTuple):
     duration_s: float | None = None
 
 
-class Policy:
+class Policy(ABC):
     """Pure decisions, called by the core in the order of events; the defaults have no rules.
 
     ``assign`` may reassign held and queued requests; ``send`` returns the requests to send to a
@@ -57,19 +58,23 @@ class Policy:
 
     def check(self, state: State) -> None:
         """Raise :class:`CannotServe` if the state's devices cannot serve all its models."""
+        return
 
     def set_quota_max(self, quota_max_s: float) -> None:
         """Set the longest turn, for turns planned from now on; ignored by turns without a quota."""
+        return
 
     def arrived(self, request: Request, state: State) -> None:
         """Handle a request that arrived or lost its device; the request is held."""
+        return
 
     def ended(self, request: Request, state: State) -> None:
         """Handle the end of a request, which is in no batch any more."""
+        return
 
+    @abstractmethod
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Return the devices of requests."""
-        raise NotImplementedError
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
         """Return the queued requests to send to the device now: all."""
@@ -102,13 +107,13 @@ class Policy:
         """
         return ()
 
+    @abstractmethod
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
         """Return the next turn on an idle device, None without work."""
-        raise NotImplementedError
 
+    @abstractmethod
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
         """Return the likely model of the next turn, None while no other model waits."""
-        raise NotImplementedError
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
         """Return the present turn, possibly with another quota or other ``chunk_tokens``.

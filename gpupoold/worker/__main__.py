@@ -175,7 +175,7 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         has_gpu_alone=arguments.num_sharing == 1,
         links=links,
     )
-    loop = TurnLoop(own, channel, answer, arguments.self_check_interval)
+    loop = TurnLoop(own, channel, answer)
     channel.send(
         WorkerReady(
             DeviceFacts(
@@ -269,7 +269,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kv-files-bytes", type=int, default=0)
     parser.add_argument("--compute-threads", type=int, required=True)
     parser.add_argument("--are-threads-set", type=int, default=0, help="1: by the user")
-    parser.add_argument("--self-check-interval", type=int, default=0, help="0: no self-check")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 

@@ -73,7 +73,6 @@ class WorkerPeer:
             "--wire-fd": theirs.fileno(),
             "--device-bytes": device_bytes,
             "--kv-host-bytes": kv_host_bytes,
-            "--self-check-interval": self_check_interval,
             "--compute-threads": 1,
             "--log-level": "warning",
         }
@@ -118,6 +117,7 @@ class WorkerPeer:
         if self.ready.shares_kv_host:
             self.kv_host_fd = self.channel.take_fd()
         self.shell.handle(device_up(0, self.ready, Role.MIXED, is_fixed=True))
+        self.channel.send(m.Reconfigure("warning", self_check_interval, 0, 0, 0))
 
     def wait(self, kind: type[Any], timeout_s: float = 60.0) -> Any:
         """The next message of ``kind``; the others are taken note of."""

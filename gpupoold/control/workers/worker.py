@@ -263,7 +263,6 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
             "--page-bytes": device.page_bytes or 0,
             "--link-bytes-per-s": device.link_bytes_per_s or 0,
             "--kv-host-bytes": settings.memory.kv_host_bytes,
-            "--self-check-interval": settings.memory.self_check_interval,
             "--compute-threads": compute_threads(settings),
             "--are-threads-set": int("OMP_NUM_THREADS" in os.environ),
             "--num-sharing": max(1, sum(other.gpus == device.gpus for other in settings.devices))

@@ -60,7 +60,6 @@ class TurnLoop:
         own: WorkerDevice,
         channel: BlockingChannel[m.ToWorker],
         answer_call: Callable[[TurnLoop, m.Call], m.CallResult | None],
-        self_check_interval: int = 0,
     ) -> None:
         self.own = own
         device, host = own.device, own.host
@@ -80,7 +79,7 @@ class TurnLoop:
             own.links,
             own.prefixes,
         )
-        self._self_checks = SelfChecks(self_check_interval)
+        self._self_checks = SelfChecks()
         self._readers = ThreadPoolExecutor(1, "files")
         self.migrations = KvMigrations(own.number, device, host, channel.send)
         self._requests = TurnRequests(

@@ -126,7 +126,7 @@ class SelfChecks:
     The interval may change at any time.
     """
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int = 0) -> None:
         self.interval = interval
         self._expected: dict[str, tuple[int, ...]] = {}
         self._num_migrations: dict[str, int] = {}

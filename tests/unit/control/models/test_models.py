@@ -73,6 +73,7 @@ async def test_a_model_is_ready_again_with_its_first_load(
     box: ModelsBox,
 ) -> None:
     box.slow.add("b")
+    box.snapshots.touch("a")  # the model that is loaded first
     for process in list(box.processes.values()):
         process.end(-signal.SIGKILL)
     await box.until(lambda: set(box.frontends.states().values()) == {"loading"})

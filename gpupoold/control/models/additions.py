@@ -180,6 +180,10 @@ class OngoingAdditions:
         self._latest: dict[str, Progress] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def are_under_way(self) -> bool:
+        return bool(self._latest)
+
     def infos(self) -> list[AdditionInfo]:
         """Return the latest step of each addition."""
         fields = set(AdditionInfo.model_fields) - {"name"}

@@ -1,4 +1,4 @@
-"""Devices for models: the memory of engines outside the pages, and parked devices."""
+"""The memory of engines outside the pages of devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.steps import EnginesFull
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
-from gpupoold.errors import GpupoolError, NoSuchModel, Refused, Unavailable
+from gpupoold.errors import GpupoolError, NoSuchModel, Unavailable
 from gpupoold.scheduling.hosting import (
     HostedEngine,
     HostingDevice,
@@ -25,13 +25,10 @@ from gpupoold.scheduling.hosting import (
     is_late,
     victims,
 )
-from gpupoold.scheduling.policies.planned_turns import Tuning, load_of
-from gpupoold.units import format_bytes, format_duration
+from gpupoold.units import format_bytes
 from gpupoold.wire.messages import EngineMemory
 
 _logger = logging.getLogger(__name__)
-# Requests that have waited this long for a device wake another device.
-_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,125 +268,3 @@ def _arithmetic(device: HostingDevice, num_bytes: int) -> str:
 
 def _why_stays(engine: HostedEngine) -> str:
     return " chosen by hand" if engine.is_fixed else " in use" if engine.is_busy else ""
-
-
-class Parking(ModelPart):
-    """Parks and wakes devices, by hand and after ``idle.park_after``.
-
-    A parked device has given its memory and its context back; the weights stay in the model cache.
-    Its models count as evicted, so a request of such a model loads the model again: on another
-    device that has memory, else on a device that is woken. While requests wait although every
-    device in service is full, further devices are woken.
-    """
-
-    def __init__(self, parts: ControlParts) -> None:
-        super().__init__(parts)
-        self._idle_since_s: dict[int, float] = {}
-        self._had: dict[str, int] = {}  # the device that a model had before its device was parked
-        self._parking: asyncio.Task[None] | None = None
-
-    def check(self, now_s: float) -> None:
-        """Park devices that are idle for too long, and wake devices; to be called every second."""
-        limit_s = self._settings.idle.park_after_s
-        is_parking = self._parking is not None and not self._parking.done()
-        if limit_s and not is_parking:
-            idle = self._idle(self._supervisor.workers)
-            since_s = {one.number: self._idle_since_s.get(one.number, now_s) for one in idle}
-            self._idle_since_s = since_s
-            due = [number for number, at_s in since_s.items() if now_s - at_s >= limit_s]
-            if due:
-                self._parking = asyncio.create_task(self._park_idle(due[0]), name="park")
-        self._wake_for_waiting(now_s)
-
-    async def park(self, number: int, why: str = "by hand") -> None:
-        """Park a device without requests; no effect on a parked device.
-
-        Raises:
-            UsageError: there is no such device.
-            Refused: the device has requests, is loading, or is not ready.
-        """
-        worker = self._worker(number)
-        if worker.state == "parked":
-            return
-        async with worker.load_lock:
-            if not self._idle([worker]):
-                raise Refused(
-                    f"device {number} is {worker.state}, and has requests or a load",
-                    f"wait for their end, or run `gpupool drain {number}` before",
-                )
-            for name in self._fleet.hosts.engines_on(number):
-                self._had[name] = number
-                self._dispatcher.evict(name, worker)
-            self._dispatcher.worker_down(worker, "parked")
-        await self._supervisor.park(number)
-        self._history.record_event("info", "device_parked", str(number), why)
-
-    def wake(self, number: int, why: str = "by hand") -> None:
-        """Wake a parked device; no effect on others.
-
-        Raises:
-            UsageError: there is no such device.
-        """
-        if self._worker(number).state == "parked":
-            self._supervisor.wake(number)
-            self._history.record_event("info", "device_woken", str(number), why)
-
-    async def stop(self) -> None:
-        """Abandon a device that is about to be parked."""
-        if self._parking is not None:
-            self._parking.cancel()
-            await asyncio.gather(self._parking, return_exceptions=True)
-
-    async def _park_idle(self, number: int) -> None:
-        after = format_duration(self._settings.idle.park_after_s)
-        try:
-            await self.park(number, f"no requests for {after}")
-        except Refused as error:
-            _logger.info("device %d stays: %s", number, error)
-        self._idle_since_s.pop(number, None)
-
-    def _idle(self, workers: Sequence[Worker]) -> list[Worker]:
-        """Return the ready workers without requests and loads, present or coming."""
-        ready = [one for one in workers if one.is_ready and one.has_loaded and not one.num_loads]
-        nums = self._dispatcher.nums_of_requests([one.number for one in ready])
-        idle = [one for one, num in zip(ready, nums, strict=True) if not num]
-        waiting = {one.model for one in self._dispatcher.live.all() if one.device is None}
-        engines_on = self._fleet.hosts.engines_on
-        return [one for one in idle if waiting.isdisjoint(engines_on(one.number))]
-
-    def wanted(self, model: str) -> None:
-        """Wake a device for a model that no device in service can load."""
-        parked = self._parked()
-        states = {one.state for one in self._supervisor.workers}
-        if not parked or not states.isdisjoint(("ready", "starting")):
-            return  # the load goes to another device, or waits, see _wake_for_waiting()
-        self.wake(self._best(model, parked), f"for a request of {model}")
-
-    def _wake_for_waiting(self, now_s: float) -> None:
-        """Wake a device for a model that has none and is not loaded, or while all are full."""
-        parked = self._parked()
-        if not parked or any(one.state == "starting" for one in self._supervisor.workers):
-            return
-        are_loading = any(one.num_loads for one in self._supervisor.workers)
-        for request in () if are_loading else self._dispatcher.live.all():
-            waits = request.device is None and now_s - request.arrival_s > _WAIT_S
-            is_nowhere = not self._fleet.availability(request.model).devices
-            if waits and is_nowhere and not request.is_background:
-                self.wake(self._best(request.model, parked), f"for a request of {request.model}")
-                return
-        full_load = Tuning().full_load
-        devices = self._dispatcher.state.devices.values()
-        if devices and all(load_of(one) > full_load for one in devices):
-            self.wake(parked[0], "all other devices are full")
-
-    def _best(self, model: str, parked: Sequence[int]) -> int:
-        fixed = [one for one in parked if one in self._fleet.fixed_devices(model)]
-        had = self._had.get(model)
-        return had if had is not None and had in (fixed or parked) else (fixed or parked)[0]
-
-    def _parked(self) -> list[int]:
-        return [one.number for one in self._supervisor.workers if one.state == "parked"]
-
-    def _worker(self, number: int) -> Worker:
-        self._supervisor.check_devices([number])
-        return self._supervisor.workers[number]

@@ -18,10 +18,11 @@ from gpupoold.control.frontends import Frontend, Frontends
 from gpupoold.control.live_requests import RequestListener
 from gpupoold.control.models.additions import Additions, OngoingAdditions
 from gpupoold.control.models.controller import ModelController
-from gpupoold.control.models.devices import EngineRoom, Parking
+from gpupoold.control.models.devices import EngineRoom
 from gpupoold.control.models.further_names import ModelAdapters, Presets
 from gpupoold.control.models.inspection import Divisions, Inspector
 from gpupoold.control.models.mounts import ModelMounts
+from gpupoold.control.models.parking import Parking
 from gpupoold.control.models.parts import (
     ControlParts,
     ModelPart,
@@ -92,7 +93,7 @@ class ModelLifecycle(ModelPart, RequestListener):
             parts, snapshots, room, mounts, self._failures, performer
         )
         self.mounts = mounts
-        self.parking = Parking(parts)
+        self.parking = Parking(parts, self.ongoing)
         self.presets = Presets(parts, mounts, inspector)
         self._additions = Additions(parts, snapshots, controller, mounts, divisions, inspector)
         self.adapters = ModelAdapters(parts, mounts, self.set, inspector)

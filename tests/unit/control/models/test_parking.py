@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from gpupool_state import History, Registry
+from gpupoold.api.schemas_models import Progress
 from gpupoold.config.sections import IdleSettings
-from gpupoold.control.models.devices import Parking
+from gpupoold.control.models.parking import Parking
 from gpupoold.errors import Refused, UsageError
 from gpupoold.wire import messages as m
 from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, running
@@ -109,6 +110,28 @@ async def test_idle_devices_are_parked_one_by_one(box: ModelsBox) -> None:
     parking.check(1300.0)
     parking.check(1361.0)
     await box.until(lambda: states(box) == ["parked", "parked"])
+
+
+async def test_devices_stay_while_a_model_is_added(box: ModelsBox) -> None:
+    """The device was large enough in a check that ended, and the load has not begun."""
+    parking = parking_of(box, 60.0)
+
+    async def steps() -> AsyncGenerator[Progress, None]:
+        yield Progress(stage="check")
+
+    addition = box.lifecycle.ongoing.followed("new", steps())
+    await anext(addition)
+    for now_s in (1000.0, 1061.0, 2000.0):
+        parking.check(now_s)
+        await asyncio.sleep(0)
+    assert states(box) == ["ready", "ready"]
+    await addition.aclose()
+    for now_s in (2001.0, 2060.0):
+        parking.check(now_s)
+        await asyncio.sleep(0)
+    assert states(box) == ["ready", "ready"]
+    parking.check(2062.0)
+    await box.until(lambda: "parked" in states(box))
 
 
 async def test_nothing_is_parked_without_the_setting(box: ModelsBox) -> None:

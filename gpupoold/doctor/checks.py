@@ -111,6 +111,7 @@ def _checks(facts: Facts) -> Iterator[Check]:
     if "cuda" in kinds:
         yield check_compilers(facts.versions)
     yield check_kernel(facts.kernel, kinds)
+    yield from _check_wsl(facts.kernel, kinds)
     if settings is None:
         return
     if any(facts.missing_gpus):
@@ -501,6 +502,23 @@ def check_kernel(kernel: KernelFacts, kinds: set[str]) -> Check:
     newest = max((_FIRST_KERNEL[what] for what in needed), key=_version)
     fix = f"use kernel {newest} or newer, and allow these calls in the container or service"
     return fault("kernel", f"{kernel.release}: {problems}", fix)
+
+
+def _check_wsl(kernel: KernelFacts, kinds: set[str]) -> Iterator[Check]:
+    """Name what GPUs do not do under the Windows Subsystem for Linux, whose kernel is Microsoft's.
+
+    Sources: NVIDIA's CUDA on WSL user guide, microsoft/WSL#41176.
+    """
+    if "microsoft" in kernel.release.lower() and "cuda" in kinds:
+        text = (
+            "Windows limits pinned memory, has less GPU memory resident than is free, and does not "
+            "tell the memory of processes; by default Linux has half of host memory"
+        )
+        fix = (
+            "boot Linux; or raise memory.reserve, lower memory.model_cache and memory.kv_host, and "
+            "set memory= in .wslconfig of Windows"
+        )
+        yield warning("wsl", text, fix)
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -6,12 +6,17 @@ first use.
 
 from __future__ import annotations
 
+import itertools
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from gpupoold.errors import Failed
 from gpupoold.memory.device import Copy, Direction
+
+_logger = logging.getLogger(__name__)
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: ordinary device memory
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -43,6 +48,13 @@ INIT_REMEDIES = {
 _MAX_COPIES_PER_CALL = 1024
 # The engines' small copies wait behind the present copy of the same copy engine: 0.07 ms.
 _MAX_COPY_BYTES = 4 << 20
+
+# Under WSL the driver refuses a mapping while Windows cannot make the memory resident: for a
+# moment, or because less can be resident than is free (microsoft/WSL#41176). The attempts wait for
+# 1, 2, 4 … 64 ms, and then 64 ms each: 2 s in all.
+_NOT_READY = "CUDA_ERROR_NOT_READY"
+_NUM_ATTEMPTS = 36
+_MOST_WAIT_S = 0.064
 
 
 class CudaError(RuntimeError):
@@ -77,6 +89,7 @@ class CudaDriver:
         self._allocation: Any = None
         self._access: Any = None
         self._attributes: Any = None
+        self._has_waited = False
 
     def open(self, device_index: int) -> None:
         """Retain the device's primary context, which torch uses, and make it current in this
@@ -150,11 +163,11 @@ class CudaDriver:
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
         """Map physical memory at an address; inaccessible until ``allow_access``."""
-        self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+        self._call_when_ready("cuMemMap", address, num_bytes, 0, handle, 0)
 
     def allow_access(self, address: int, num_bytes: int) -> None:
         """Let the device read and write a fully mapped range."""
-        self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
+        self._call_when_ready("cuMemSetAccess", address, num_bytes, [self._access], 1)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         """Undo all mappings of a range."""
@@ -240,6 +253,24 @@ class CudaDriver:
     def unregister_host(self, address: int) -> None:
         """Undo ``register_host`` of the same address."""
         self._call("cuMemHostUnregister", address)
+
+    def _call_when_ready(self, name: str, *arguments: Any) -> None:
+        """Call a function, again for 2 s while the driver is not ready; log the first wait."""
+        for attempt in itertools.count():
+            try:
+                self._call(name, *arguments)
+            except CudaError as error:
+                if error.code != _NOT_READY:
+                    raise
+                if attempt == _NUM_ATTEMPTS:
+                    error.add_note("less memory can be resident than is free: raise memory.reserve")
+                    raise
+                if not self._has_waited:
+                    _logger.warning("%s; calls are repeated, and further waits not logged", error)
+                    self._has_waited = True
+                time.sleep(min(_MOST_WAIT_S, 0.001 * 2**attempt))
+            else:
+                return
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call a function of the driver; raise an exception for an error code."""

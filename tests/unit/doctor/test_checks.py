@@ -73,6 +73,10 @@ def test_another_checked_engine_comes_with_its_torch() -> None:
     assert bad(versions(installed=installed)).keys() == {"vllm", "torch"}
 
 
+def test_an_emulated_device_works_under_wsl() -> None:
+    assert bad(emulated(kernel=KernelFacts("6.6.87-microsoft-standard-WSL2"))) == {}
+
+
 FAULTS: list[tuple[str, Facts, str, str]] = [
     ("config", healthy(settings=None, problem="line 3: no", fix="do"), "line 3", "do"),
     ("books", healthy(daemon=DaemonFacts(unsound="page 7 is used twice")), "page 7", "restart"),
@@ -170,6 +174,12 @@ WARNINGS: list[tuple[str, Facts, str, str]] = [
         "gpupool cache warm m",
     ),
     ("history", healthy(daemon=replace(healthy().daemon, lost_rows=3)), "3 rows", "state_dir"),
+    (
+        "wsl",
+        healthy(kernel=KernelFacts("5.15.153.1-microsoft-standard-WSL2")),
+        "Windows limits pinned memory",
+        "raise memory.reserve",
+    ),
     ("gpu 0", healthy(gpu=gpu(used_bytes=9 * GIB), daemon=NO_DAEMON), "9 GiB", "nvidia-smi"),
     ("gpu 1", healthy(gpu=gpu(is_persistent=False)), "persistence", "nvidia-smi -i 1 -pm 1"),
     (

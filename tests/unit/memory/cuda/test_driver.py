@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
+import time
+from enum import IntEnum
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +22,62 @@ def test_the_fake_has_the_drivers_methods() -> None:
         if not name.startswith("_"):
             fake = vars(FakeCuda)[name]
             assert inspect.signature(fake) == inspect.signature(method), name
+
+
+class Status(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_NOT_READY = 600
+
+
+class TestMappingsThatAreNotReady:
+    """As under WSL."""
+
+    @pytest.fixture
+    def waits_s(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        found: list[float] = []
+        monkeypatch.setattr(time, "sleep", found.append)
+        return found
+
+    @staticmethod
+    def driver_of(*answers: Status) -> CudaDriver:
+        """The last answer is given from then on."""
+        left = list(answers)
+
+        def call(*arguments: object) -> tuple[Status]:
+            return (left.pop(0) if len(left) > 1 else left[0],)
+
+        driver = FakeCuda(0)
+        driver._driver = SimpleNamespace(
+            cuMemMap=call, cuMemSetAccess=call, cuGetErrorString=lambda status: (0, b"no")
+        )
+        driver._access, driver._has_waited = None, False
+        return driver
+
+    def test_are_tried_again_and_logged_once(
+        self, waits_s: list[float], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        no, yes = Status.CUDA_ERROR_NOT_READY, Status.CUDA_SUCCESS
+        driver = self.driver_of(no, no, yes, no, yes)
+        with caplog.at_level(logging.WARNING):
+            CudaDriver.map(driver, 0, 1, 2)
+            CudaDriver.allow_access(driver, 0, 1)
+        assert waits_s == [0.001, 0.002, 0.001]
+        assert caplog.text.count("cuMemMap failed: CUDA_ERROR_NOT_READY") == 1
+        assert "cuMemSetAccess" not in caplog.text
+
+    def test_are_given_up_after_two_seconds(self, waits_s: list[float]) -> None:
+        with pytest.raises(
+            CudaError, match=r"^cuMemSetAccess failed: CUDA_ERROR_NOT_READY"
+        ) as caught:
+            CudaDriver.allow_access(self.driver_of(Status.CUDA_ERROR_NOT_READY), 0, 1)
+        assert "memory.reserve" in caught.value.__notes__[0]
+        assert 1.9 < sum(waits_s) < 2.1
+
+    def test_other_errors_are_raised_at_once(self, waits_s: list[float]) -> None:
+        with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
+            CudaDriver.map(self.driver_of(Status.CUDA_ERROR_INVALID_VALUE), 0, 1, 2)
+        assert waits_s == []
 
 
 class TestBindings:

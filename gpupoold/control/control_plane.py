@@ -46,7 +46,6 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.stats.histogram import WORK_BOUNDS_S, Histogram
 from gpupoold.system.listeners import why_keys_are_required
-from gpupoold.system.nvml import GpuReadings
 from gpupoold.system.process import measure_lag
 from gpupoold.system.systemd import FdStore
 from gpupoold.wire import messages as m
@@ -129,7 +128,6 @@ class ControlPlane(ControlParts):
     keyring: Keyring
     membership: FleetMembership
     http_url: str
-    gpu_readings: GpuReadings
     stopping: bool = False
     loop_lag: Histogram = field(default_factory=lambda: Histogram(WORK_BOUNDS_S))
     _started_s: float = field(default_factory=time.monotonic)
@@ -146,7 +144,6 @@ class ControlPlane(ControlParts):
         self.supervisor.start(ProcessHandlers(of_worker, worker_up, worker_down))
         of_frontend = ProcessHandlers(self._from_frontend, self._set_up, self._frontend_down)
         self.frontends.start(of_frontend, metrics_text)
-        self.gpu_readings.start()
         checks = (
             self._note_readings,
             self.supervisor.oom_kills.check,
@@ -170,7 +167,6 @@ class ControlPlane(ControlParts):
     async def stop(self) -> None:
         """Stop the frontends, then the workers."""
         self.stopping = True
-        self.gpu_readings.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -309,7 +305,7 @@ class ControlPlane(ControlParts):
 
     def _note_readings(self, _: float) -> None:
         for worker in self.supervisor.workers:
-            worker.reading = self.gpu_readings.of(worker.number)
+            worker.reading = self.supervisor.gpu_readings.of(worker.number)
         accounts = self.dispatcher.accounts
         accounts.usage.sample(
             _sample_of(worker, accounts.meters.device(worker.number).switching_s)
@@ -427,7 +423,6 @@ async def build_control_plane(
             settings.paths.state_dir, settings.paths.download_dir, history, frontends.send
         ),
         http_url=_url(listener, settings),
-        gpu_readings=GpuReadings(settings.devices),
     )
 
 

@@ -1,7 +1,9 @@
-"""NVIDIA's NVML: utilisation, temperature, power, energy, memory and processes of GPUs."""
+"""NVIDIA's NVML: utilisation, temperature, power, energy, memory, faults, processes of GPUs."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -25,6 +27,27 @@ _INTERVAL_S = 1.0
 _RETRY_S = 60.0
 # Age at which a reading counts as unknown.
 _STALE_S = 10.0
+# A death this long after a fault is due to the fault: a worker may hang before.
+_FAULT_S = 180.0
+# The longest wait for a reading, and the time between two looks.
+_MOST_WAIT_S, _POLL_S = 2.0, 0.05
+# In a reading, of a GPU; the wait for each.
+_MOST_EVENTS, _EVENT_WAIT_MS = 64, 1
+# Xids of NVIDIA's catalogue that name hardware, a link or the GPU's firmware. Xids that a program
+# can cause (13, 31, 43, 45 and others) are left out.
+_FAULT_XIDS = {
+    48: "an uncorrectable memory error",
+    62: "the microcontroller has halted",
+    63: "a memory row is to be remapped",
+    64: "a memory row cannot be remapped",
+    74: "an error of NVLink",
+    79: "the GPU has fallen off the bus",
+    94: "a contained memory error",
+    95: "an uncontained memory error",
+    119: "the firmware does not answer",
+    120: "an error of the firmware",
+    140: "an unrecovered memory error",
+}
 _WATTS_PER_MILLIWATT = 1e-3
 _JOULES_PER_MILLIJOULE = 1e-3
 
@@ -98,6 +121,8 @@ class GpuReadings:
         }
         self._is_order_known = environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID") == "PCI_BUS_ID"
         self._handles: dict[int, Any] = {}
+        self._watches: dict[int, _FaultWatch] = {}
+        self._faults: dict[int, tuple[float, str]] = {}  # the latest of each GPU, with the time
         self._retry_at_s: float | None = None
         self._is_connected = False
         self._readings: dict[int, Reading] = {}
@@ -124,14 +149,40 @@ class GpuReadings:
             return of_group(readings)
         return self._readings.get(gpus[0], NO_READING) if gpus else NO_READING
 
+    async def fault_of(self, number: int) -> str:
+        """Return the latest fault of a device's GPUs up to now, empty without one.
+
+        Wait at most 2 s for a reading that has begun after the call; old faults do not count.
+        """
+        now_s = self._clock()
+        for _ in range(round(_MOST_WAIT_S / _POLL_S)):
+            if not self._handles or self._read_at_s >= now_s:
+                break
+            await asyncio.sleep(_POLL_S)
+        known = [self._faults[gpu] for gpu in self._gpus.get(number, ()) if gpu in self._faults]
+        at_s, fault = max(known, default=(now_s, ""))
+        return fault if now_s - at_s <= _FAULT_S else ""
+
     def refresh(self) -> None:
         """Read the GPUs once; returns only when the driver has answered."""
+        began_s = self._clock()
         self._find_handles()
+        for ordinal, watch in self._watches.items():
+            if fault := watch.new_fault():
+                self._note_fault(ordinal, fault)
+        before = self._readings
         self._readings = {one: self._read(one, handle) for one, handle in self._handles.items()}
-        self._read_at_s = self._clock()
         for ordinal, reading in self._readings.items():
             if reading == Reading(ordinal=ordinal):
+                if before.get(ordinal, reading) != reading:
+                    self._note_fault(ordinal, "the GPU cannot be read any more")
                 del self._handles[ordinal]  # the device may be lost or reset
+                self._watches.pop(ordinal).close()
+        self._read_at_s = began_s
+
+    def _note_fault(self, ordinal: int, fault: str) -> None:
+        self._faults[ordinal] = (self._clock(), f"GPU {ordinal}: {fault}")
+        _logger.error("GPU %d: %s", ordinal, fault)
 
     def _run(self) -> None:
         has_logged = False
@@ -160,7 +211,8 @@ class GpuReadings:
             return
         for ordinal in sorted(missing):
             try:
-                self._handles[ordinal] = self._handle_of(self._entries[ordinal])
+                handle = self._handles[ordinal] = self._handle_of(self._entries[ordinal])
+                self._watches[ordinal] = _FaultWatch(handle, self._nvml)
             except self._nvml.NVMLError as error:
                 _logger.warning("GPU %s cannot be read: %s", self._entries[ordinal], error)
                 # A reloaded driver needs a new connection.
@@ -216,6 +268,52 @@ class GpuReadings:
             return float(read(handle))
         except self._nvml.NVMLError:
             return None
+
+
+class _FaultWatch:
+    """Faults of a GPU's hardware from now on: Xids, and rows of memory that are remapped.
+
+    NVML reports an Xid to every process that has registered, however long the GPU's users live.
+    Virtual GPUs, WSL and old drivers may report no Xids, and GPUs before Ampere remap no rows.
+    """
+
+    def __init__(self, handle: Any, nvml: Any) -> None:
+        self._handle = handle
+        self._nvml = nvml
+        self._events: Any = None
+        self._rows = self._remapped()
+        with contextlib.suppress(nvml.NVMLError):
+            self._events = nvml.nvmlEventSetCreate()
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
+
+    def new_fault(self) -> str:
+        """Return the first fault since the last call, empty without one."""
+        xids = [xid for xid in self._xids() if xid in _FAULT_XIDS]
+        before, self._rows = self._rows, self._remapped() or self._rows
+        if xids:
+            return f"Xid {xids[0]}, {_FAULT_XIDS[xids[0]]}"
+        return "rows of memory are to be remapped" if before and self._rows > before else ""
+
+    def close(self) -> None:
+        if self._events is not None:
+            with contextlib.suppress(self._nvml.NVMLError):
+                self._nvml.nvmlEventSetFree(self._events)
+
+    def _xids(self) -> Iterator[int]:
+        nvml = self._nvml
+        with contextlib.suppress(nvml.NVMLError):  # there is no further event, or there are none
+            for _ in range(_MOST_EVENTS if self._events is not None else 0):
+                event = nvml.nvmlEventSetWait_v2(self._events, _EVENT_WAIT_MS)
+                if event.eventType == nvml.nvmlEventTypeXidCriticalError:
+                    yield event.eventData
+
+    def _remapped(self) -> tuple[int, ...]:
+        """Return the rows remapped for errors that were not corrected, pending ones, and failures;
+        empty if unknown.
+        """
+        with contextlib.suppress(self._nvml.NVMLError):
+            return tuple(self._nvml.nvmlDeviceGetRemappedRows(self._handle)[1:])
+        return ()
 
 
 @contextmanager

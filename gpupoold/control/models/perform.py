@@ -490,8 +490,16 @@ class Failures(ModelPart):
         return candidates
 
     def worker_down(self, worker: Worker, death: Death) -> None:
-        """Attribute the end of a worker, and requeue the requests there."""
+        """Attribute the end of a worker, and requeue the requests there.
+
+        A device whose hardware failed is drained if another device is in service.
+        """
         candidates = self.crashed(worker.number, death)
+        is_draining = self._fleet.is_device_draining
+        others = [one for one in self._supervisor.workers if one.is_ready and one is not worker]
+        has_place = not all(is_draining(one.number) for one in others)
+        if death.is_of_device and has_place and not is_draining(worker.number):
+            self._dispatcher.set_draining(worker.number, is_draining=True)
         reason = f"the worker of device {worker.number} ended: {death.reason}"
         self._dispatcher.worker_down(worker, reason, candidates)
         if death.is_at_fault and not worker.has_come_up:  # the worker may never become ready

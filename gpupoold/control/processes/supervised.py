@@ -100,7 +100,7 @@ class Supervised(ABC, Generic[M]):
         """Wait while no process is wanted after an ordered end; return False for other ends."""
         return False
 
-    def _death(self, status: int | None, ended_for: str) -> Death:
+    async def _death(self, status: int | None, ended_for: str) -> Death:
         """Return the death for an exit status, see :func:`death_of`."""
         return death_of(status, ended_for)
 
@@ -174,7 +174,7 @@ class Supervised(ABC, Generic[M]):
         self.watch = Watch(self._timing.clock())
         self.reconfigure()
         await self._receive(child, self.watch)
-        death = self._death(await child.ended(), self._ended_for)
+        death = await self._death(await child.ended(), self._ended_for)
         self._child, self.watch, self._ended_for = None, None, ""
         if await self._pause():
             return True
@@ -367,14 +367,16 @@ class Watchdog:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a worker; ``is_at_fault`` if code in the worker ended the worker.
+    """The end of a worker; ``is_at_fault`` if the worker was not ended from outside.
 
-    ``activities`` are the activities of the worker's threads.
+    ``activities`` are the activities of the worker's threads. ``is_of_device`` means that the
+    hardware failed, so that no request or model is a candidate for the cause.
     """
 
     reason: str
     is_at_fault: bool
     activities: tuple[Activity, ...] = ()
+    is_of_device: bool = False
 
     @property
     def doing(self) -> str:
@@ -450,11 +452,11 @@ NOBODY = Candidates()
 
 
 def candidates_of(death: Death, model_of: Mapping[str, str]) -> Candidates:
-    """Return the possible causes of a death, none unless the worker was at fault.
+    """Return the possible causes of a death; none if something else than work ended the worker.
 
     ``model_of`` has the worker's live requests with their models.
     """
-    if not death.is_at_fault:
+    if not death.is_at_fault or death.is_of_device:
         return NOBODY
     requests: set[str] = set()
     models: set[str] = set()

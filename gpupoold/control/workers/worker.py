@@ -7,7 +7,7 @@ import logging
 import os
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpupoold.config.schema import Settings
 from gpupoold.config.sections import DeviceSettings
@@ -25,7 +25,7 @@ from gpupoold.control.processes.supervised import (
 from gpupoold.domain import Role
 from gpupoold.errors import Failed, error_from_code
 from gpupoold.system.activity import ThreadPhase, create_page, read_page
-from gpupoold.system.nvml import NO_READING, Reading
+from gpupoold.system.nvml import NO_READING, GpuReadings, Reading
 from gpupoold.system.process import as_words
 from gpupoold.wire import messages as m
 
@@ -45,6 +45,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         hosts: Hosts,
         starter: Starter,
         oom_kills: OomKills,
+        gpu_readings: GpuReadings,
         handlers: ProcessHandlers[Worker, m.FromWorker],
         timing: Timing,
     ) -> None:
@@ -53,6 +54,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         self._hosts = hosts
         self._starter = starter
         self._oom_kills = oom_kills
+        self._gpu_readings = gpu_readings
         self._handlers = handlers
         self._activity_fd = -1
         self._may_run = asyncio.Event()
@@ -142,9 +144,14 @@ class WorkerProcess(Supervised[m.FromWorker]):
     async def _set_up(self) -> None:
         await self._handlers.on_up(self._worker)
 
-    def _death(self, status: int | None, ended_for: str) -> Death:
+    async def _death(self, status: int | None, ended_for: str) -> Death:
         activities = read_page(self._activity_fd)
-        return death_of(status, ended_for, activities, saw_oom_kill=self._oom_kills.is_new())
+        saw_oom_kill = self._oom_kills.is_new()
+        death = death_of(status, ended_for, activities, saw_oom_kill=saw_oom_kill)
+        fault = await self._gpu_readings.fault_of(self._worker.number) if death.is_at_fault else ""
+        if not fault:
+            return death
+        return replace(death, reason=f"{death.reason}; {fault}", is_of_device=True)
 
     async def _note_end(self, death: Death) -> bool:
         """Report the end; an end is excused if the worker came up and is not at fault."""

@@ -19,6 +19,7 @@ from gpupoold.control.processes.supervised import (
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.worker import Load, Worker, WorkerIsDown, WorkerProcess
 from gpupoold.errors import Failed, TimedOut, Unavailable, no_such_device
+from gpupoold.system.nvml import GpuReadings
 from gpupoold.wire import messages as m
 
 _READY_TIMEOUT_S = 120.0
@@ -55,6 +56,7 @@ class WorkerSupervisor:
         self.workers = [Worker(i, device) for i, device in enumerate(settings.devices)]
         self.processes: list[WorkerProcess] = []
         self.oom_kills = OomKills(timing.clock())
+        self.gpu_readings = GpuReadings(settings.devices)
 
     @property
     def any_in_service(self) -> bool:
@@ -68,11 +70,19 @@ class WorkerSupervisor:
 
     def start(self, handlers: ProcessHandlers[Worker, m.FromWorker]) -> None:
         """Start every worker; ``handlers.on_up`` is called for each ready worker."""
+        self.gpu_readings.start()
         for worker in self.workers:
             is_forked = worker.device.kind == "emulated"
             starter = self._forks.fork if is_forked else self._execute
             process = WorkerProcess(
-                worker, self._settings, self._hosts, starter, self.oom_kills, handlers, self._timing
+                worker,
+                self._settings,
+                self._hosts,
+                starter,
+                self.oom_kills,
+                self.gpu_readings,
+                handlers,
+                self._timing,
             )
             worker.process = process
             self.processes.append(process)
@@ -80,6 +90,7 @@ class WorkerSupervisor:
 
     async def stop(self) -> None:
         """Stop every worker within the grace time."""
+        self.gpu_readings.stop()
         await asyncio.gather(*(process.stop() for process in self.processes))
 
     def check_devices(self, numbers: Iterable[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from types import SimpleNamespace
@@ -24,8 +25,12 @@ class FakeNvml:
     NVMLError_FunctionNotFound = pynvml.NVMLError_FunctionNotFound
     NVML_ERROR_NOT_FOUND = pynvml.NVML_ERROR_NOT_FOUND
     NVML_TEMPERATURE_GPU = pynvml.NVML_TEMPERATURE_GPU
+    nvmlEventTypeXidCriticalError = pynvml.nvmlEventTypeXidCriticalError
 
     def __init__(self) -> None:
+        self.xids: dict[int, list[int]] = {}
+        self.remapped = [7, 0, 0, 0]
+        self.event_sets: list[list[int]] = []
         self.failing: dict[str, Exception] = {}
         self.num_inits = 0
 
@@ -36,6 +41,28 @@ class FakeNvml:
     def nvmlInit(self) -> None:
         self.num_inits += 1
         self._may_fail("nvmlInit")
+
+    def nvmlEventSetCreate(self) -> list[int]:
+        self._may_fail("nvmlEventSetCreate")
+        self.event_sets.append([])
+        return self.event_sets[-1]
+
+    def nvmlEventSetFree(self, events: list[int]) -> None:
+        self.event_sets.remove(events)
+
+    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: list[int]) -> None:
+        events.append(handle)
+
+    def nvmlEventSetWait_v2(self, events: list[int], timeout_ms: int) -> Any:
+        [handle] = events
+        if not self.xids.get(handle):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+        xid = self.xids[handle].pop(0)
+        return SimpleNamespace(eventType=self.nvmlEventTypeXidCriticalError, eventData=xid)
+
+    def nvmlDeviceGetRemappedRows(self, handle: int) -> list[int]:
+        self._may_fail("nvmlDeviceGetRemappedRows")
+        return self.remapped
 
     def nvmlDeviceGetCount(self) -> int:
         return len(UUIDS)
@@ -210,7 +237,7 @@ def test_newer_drivers_tell_the_temperature_by_another_call() -> None:
     assert readings.of(0).temperature_c == 50
 
 
-def test_gpu_that_is_lost_and_comes_back() -> None:
+async def test_gpu_that_is_lost_and_comes_back() -> None:
     nvml, clock = FakeNvml(), Clock()
     readings = readings_of(nvml, 0, clock=clock)
     readings.refresh()
@@ -228,10 +255,63 @@ def test_gpu_that_is_lost_and_comes_back() -> None:
         clock.now_s += 61
         readings.refresh()
         assert readings.of(0) in (NO_READING, Reading(ordinal=0))
+        assert await readings.fault_of(0) == "GPU 0: the GPU cannot be read any more"
+        assert nvml.event_sets == []
     nvml.failing = {}
     clock.now_s += 61
     readings.refresh()
     assert readings.of(0).temperature_c == 40
+
+
+@pytest.mark.parametrize(
+    ("xids", "fault"),
+    [
+        ([79], "GPU 1: Xid 79, the GPU has fallen off the bus"),
+        ([13, 31, 94, 48], "GPU 1: Xid 94, a contained memory error"),
+        ([13, 31, 43, 45], ""),
+    ],
+)
+async def test_xids_of_the_hardware_are_faults_of_the_device(xids: list[int], fault: str) -> None:
+    nvml, clock = FakeNvml(), Clock()
+    readings = GpuReadings([*cuda(0), group(2, 1)], {}, nvml, clock)
+    readings.refresh()
+    nvml.xids = {1: xids}
+    readings.refresh()
+    assert (await readings.fault_of(1), await readings.fault_of(0)) == (fault, "")
+    clock.now_s += 181
+    readings.refresh()
+    assert await readings.fault_of(1) == "", "the death has another cause"
+
+
+async def test_rows_that_are_remapped_are_faults_where_xids_are_not_told() -> None:
+    nvml = FakeNvml()
+    nvml.failing = dict.fromkeys(
+        ("nvmlEventSetCreate", "nvmlDeviceGetRemappedRows"),
+        pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED),
+    )
+    readings = readings_of(nvml, 0)
+    readings.refresh()
+    del nvml.failing["nvmlDeviceGetRemappedRows"]
+    readings.refresh()
+    assert await readings.fault_of(0) == "", "older than the daemon"
+    nvml.remapped = [9, 0, 0, 0]
+    readings.refresh()
+    assert await readings.fault_of(0) == "", "the errors were corrected"
+    nvml.remapped = [9, 1, 1, 0]
+    readings.refresh()
+    assert await readings.fault_of(0) == "GPU 0: rows of memory are to be remapped"
+
+
+async def test_a_fault_is_waited_for_until_the_next_reading() -> None:
+    nvml, clock = FakeNvml(), Clock()
+    readings = readings_of(nvml, 0, clock=clock)
+    readings.refresh()
+    clock.now_s += 1
+    asked = asyncio.create_task(readings.fault_of(0))
+    await asyncio.sleep(0)
+    nvml.xids = {0: [119]}
+    readings.refresh()
+    assert await asked == "GPU 0: Xid 119, the firmware does not answer"
 
 
 def test_reading_grows_old_when_the_driver_hangs() -> None:

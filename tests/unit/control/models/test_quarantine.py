@@ -15,6 +15,7 @@ from gpupoold.control.live_requests import RequestListener
 from gpupoold.control.models.parts import ControlParts
 from gpupoold.control.models.perform import Failures
 from gpupoold.control.processes.supervised import Death
+from gpupoold.control.workers.worker import Worker
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import ModelState
 from gpupoold.errors import Failed
@@ -106,6 +107,25 @@ async def test_a_model_whose_load_crashes_twice(rig: Rig) -> None:
     assert told.message == error
     downs = await rig.events("worker_down")
     assert downs[-1].message.endswith("activity: the load of llama")
+
+
+@pytest.mark.parametrize("has_another", [False, True])
+async def test_broken_hardware_is_drained_if_another_device_serves(
+    rig: Rig, has_another: bool
+) -> None:
+    if has_another:
+        rig.bench.add_worker()
+        another = Worker(1, rig.bench.worker.device, state="ready")
+        rig.failures._supervisor.workers.append(another)
+    rig.bench.ask("a")
+    for _ in range(2):
+        death = Death("exit status 1; GPU 0: Xid 48", True, (LOADING, step("a")), True)
+        rig.failures.worker_down(rig.bench.worker, death)
+        rig.bench.come_back()
+    assert await rig.state() == (ModelState.READY, "")
+    assert not await rig.events("requests_suspected")
+    assert rig.fleet.is_device_draining(0) is has_another
+    assert len(await rig.events("drain_began")) == int(has_another)
 
 
 async def test_a_model_that_no_worker_could_load(rig: Rig) -> None:

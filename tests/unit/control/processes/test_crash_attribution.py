@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +105,13 @@ def test_nobody_is_a_candidate() -> None:
     assert candidates_of(killed, MODEL_OF) == NOBODY
     # Requests of the model's own: its self-check, or the timing of its steps.
     assert candidates_of(crash(step("llama", "self-check")), MODEL_OF) == NOBODY
+
+
+def test_broken_hardware_makes_nobody_a_candidate() -> None:
+    broken = replace(
+        crash(step("llama", "a"), Activity(ThreadPhase.LOAD, "qwen")), is_of_device=True
+    )
+    assert candidates_of(broken, MODEL_OF) == NOBODY
 
 
 def test_what_the_worker_did_in_words() -> None:

@@ -151,6 +151,17 @@ async def test_what_it_did_when_it_was_killed_is_told_too(rig: Rig) -> None:
     assert await rig.dies(2) == Death("signal 15", False)
 
 
+async def test_a_crash_after_a_fault_of_the_gpu_is_the_devices(rig: Rig) -> None:
+    async def fault_of(number: int) -> str:
+        return f"GPU {number}: Xid 79"
+
+    rig.supervisor.gpu_readings.fault_of = fault_of  # type: ignore[method-assign]
+    (await rig.runs(0)).end(1)
+    assert await rig.dies(1) == Death("exit status 1; GPU 0: Xid 79", True, is_of_device=True)
+    (await rig.runs(1)).end(-signal.SIGKILL)
+    assert await rig.dies(2) == Death("signal 9", False)
+
+
 async def test_calls_have_a_limit(rig: Rig) -> None:
     await rig.runs(0)
     with pytest.raises(TimedOut, match=r"did not answer check_integrity within 0\.2 s"):

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 # The fewest tokens that the CPU attention kernel accepts: small blocks waste less memory.
 _CPU_BLOCK_TOKENS = 32
-# Defaults that several engines on one GPU can afford.
+# Defaults that several engines on one GPU can afford: the sequences of a GPU of 32 GB or more,
+# which has so many bytes of pages beside the reserve, and bytes for each sequence of a smaller GPU.
+# An A10 has 64 sequences; beside an 8B model in 16 bits there is KV for 600 tokens of each.
 _CUDA_SEQUENCES = 256
+_LARGE_BYTES = 28 << 30
+_BYTES_PER_SEQUENCE = 256 << 20
 _MAX_CAPTURED_TOKENS = 512
 # Options that decide which batches have CUDA graphs.
 _CAPTURES = (
@@ -147,11 +151,16 @@ _KNOWN = [
 
 
 def engine_config(
-    model: ModelToLoad, *, is_emulated: bool, load_format: str | None = None, num_ranks: int = 1
+    model: ModelToLoad,
+    *,
+    is_emulated: bool,
+    load_format: str | None = None,
+    num_ranks: int = 1,
+    page_bytes: int = _LARGE_BYTES,
 ) -> VllmConfig:
     """Return the configuration of a model on an emulated device or a GPU, or a group of these.
 
-    Reads the small files of the checkpoint, no weights.
+    ``page_bytes`` is the sum of a GPU's pages. Reads the small files of the checkpoint, no weights.
 
     Raises:
         GpupoolError: an option is wrong, or gpupool does not serve this kind of model.
@@ -174,7 +183,7 @@ def engine_config(
         "mm_processor_cache_gb": 0,
     }
     if not is_emulated:
-        arguments |= _cuda_defaults(engine_options(model.engine) | engine_arguments())
+        arguments |= _cuda_defaults(engine_options(model.engine) | engine_arguments(), page_bytes)
     arguments |= parallel_arguments(num_ranks)
     if load_format is not None:
         arguments["load_format"] = load_format
@@ -217,17 +226,24 @@ def model_config(model: ModelToLoad) -> ModelConfig:
     return EngineArgs(**arguments | engine_options(model.engine)).create_model_config()
 
 
-def _cuda_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def _cuda_defaults(given: Mapping[str, Any], page_bytes: int) -> dict[str, Any]:
     """Return the sizes of batches, unless ``given`` says otherwise.
 
     vLLM's defaults for GPUs of 70 GiB and more are 1,024 sequences and graphs of up to 512 tokens:
     for each engine 0.6 GiB of counts per sequence and vocabulary entry, and as much for graphs.
+    A small GPU has graphs for powers of two only, 7 in place of 35; other batches are padded.
     """
-    num_sequences = int(given.get("max_num_seqs") or _CUDA_SEQUENCES)
+    is_large = page_bytes >= _LARGE_BYTES
+    fitting = max(1, page_bytes // _BYTES_PER_SEQUENCE)
+    default = _CUDA_SEQUENCES if is_large else 1 << (fitting.bit_length() - 1)
+    num_sequences = int(given.get("max_num_seqs") or default)
     if any(name in given for name in _CAPTURES):
         return {"max_num_seqs": num_sequences}
     size = min(num_sequences, _MAX_CAPTURED_TOKENS)
-    return {"max_num_seqs": num_sequences, "max_cudagraph_capture_size": size}
+    if is_large:
+        return {"max_num_seqs": num_sequences, "max_cudagraph_capture_size": size}
+    sizes = [*(1 << one for one in range(size.bit_length()) if 1 << one < size), size]
+    return {"max_num_seqs": num_sequences, "cudagraph_capture_sizes": sizes}
 
 
 def check_kind(model: str, architecture: str, kind: ModelConfig) -> None:

@@ -523,6 +523,7 @@ def _build_core(model: ModelToLoad, load: ModelLoad) -> EngineCore:
         is_emulated=load.device.is_host_addressable,
         load_format=SNAPSHOT_FORMAT if load.skips_checkpoint else None,
         num_ranks=load.device.num_ranks,
+        page_bytes=load.device.num_pages * load.device.page_bytes,
     )
     scheduling = config.scheduler_config
     if engine_arguments().get("async_scheduling"):

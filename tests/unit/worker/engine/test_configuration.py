@@ -28,4 +28,24 @@ def test_batches_of_engines_that_share_a_gpu(
     expected = {"max_num_seqs": num_sequences}
     if captured is not None:
         expected["max_cudagraph_capture_size"] = captured
-    assert _cuda_defaults(given) == expected
+    assert _cuda_defaults(given, 28 << 30) == expected
+
+
+@pytest.mark.parametrize(
+    ("page_gib", "given", "expected"),
+    [
+        (20.0, {}, {"max_num_seqs": 64, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}),
+        (5.5, {}, {"max_num_seqs": 16, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}),
+        (0.1, {}, {"max_num_seqs": 1, "cudagraph_capture_sizes": [1]}),
+        (
+            20.0,
+            {"max_num_seqs": 20},
+            {"max_num_seqs": 20, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 20]},
+        ),
+        (20.0, {"enforce_eager": True}, {"max_num_seqs": 64}),
+    ],
+)
+def test_batches_of_small_gpus_follow_from_their_memory(
+    page_gib: float, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert _cuda_defaults(given, int(page_gib * 2**30)) == expected

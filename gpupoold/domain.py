@@ -561,6 +561,24 @@ class Lateness(_Durations):
 
 
 @dataclass(slots=True)
+class LoadStages(_Durations):
+    """Seconds of a load in each stage, with the waits for other models' turns.
+
+    ``build``: configuration and construction of the engine. ``read``: the checkpoint. ``snapshot``:
+    the weights' move into snapshot and pages. ``compile``: first runs of the model, which compile
+    and tune kernels. ``capture``: CUDA graphs. ``check``: the self-check. ``profile``: step times.
+    """
+
+    build_s: float = 0.0
+    read_s: float = 0.0
+    snapshot_s: float = 0.0
+    compile_s: float = 0.0
+    capture_s: float = 0.0
+    check_s: float = 0.0
+    profile_s: float = 0.0
+
+
+@dataclass(slots=True)
 class RequestStages(_Durations):
     """Seconds that requests spent in each stage.
 

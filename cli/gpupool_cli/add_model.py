@@ -147,6 +147,8 @@ def follow(name: str, steps: Iterator[Progress]) -> ModelInfo | None:
         try:
             for progress in steps:
                 if progress.model is not None or progress.stage == "detached":
+                    if progress.note:
+                        view.tell(progress.note)
                     return progress.model
                 view.show(progress)
         except KeyboardInterrupt:

@@ -24,7 +24,7 @@ from gpupool_cli.options import (
 )
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas import ModelUsage
-from gpupoold.api.schemas_models import ModelInfo, SetModelRequest
+from gpupoold.api.schemas_models import ModelInfo, SetModelRequest, load_text
 from gpupoold.domain import AdapterInfo, Preset, RemoveMode
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_bytes, format_duration
@@ -171,6 +171,7 @@ def print_model(model: ModelInfo, *, is_added: bool = True) -> None:
         **{f"adapter {adapter.name}": _adapter_text(adapter) for adapter in model.adapters},
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         "engines": "" if model.usage is None else hosting_text(model),
+        **_load_fields(model.usage),
         **_memory_fields(model),
         "drafts": _draft_text(model.usage),
         "added": output.time_text(model.created_at) if is_added else "",
@@ -242,6 +243,12 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
     if fetched_bytes := usage.prefix_peer_bytes + usage.prefix_file_bytes:
         sizes["kv fetched"] = fetched_bytes
     return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
+
+
+def _load_fields(usage: ModelUsage | None) -> dict[str, str]:
+    """Return the time of the engines' loads."""
+    engines = [] if usage is None else usage.engines
+    return {f"load on device {engine.device}": load_text(engine.load) for engine in engines}
 
 
 def _draft_text(usage: ModelUsage | None) -> str:

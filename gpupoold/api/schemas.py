@@ -15,6 +15,7 @@ from gpupoold.domain import (
     Event,
     Folder,
     LargestTransfer,
+    LoadStages,
     MainCounts,
     MemoryUse,
     Percentiles,
@@ -138,7 +139,7 @@ class DraftUsage(Body):
 
 
 class EngineInfo(Body):
-    """A model's engine on a device: its memory outside the pages, measured at the load.
+    """A model's engine on a device: its memory outside the pages, and the time of its load.
 
     ``device_bytes`` are of the device's reserve, ``host_bytes`` private memory of the worker; both
     are the same memory on an emulated device.
@@ -147,6 +148,7 @@ class EngineInfo(Body):
     device: int
     device_bytes: int
     host_bytes: int
+    load: LoadStages = LoadStages()
 
 
 class OperateRequest(Body):

@@ -12,6 +12,7 @@ from gpupoold.domain import (
     DEFAULT_TBT_S,
     DEFAULT_TTFT_S,
     AdapterInfo,
+    LoadStages,
     ModelDescription,
     Targets,
 )
@@ -169,6 +170,15 @@ def amount_text(progress: Progress | AdditionInfo) -> str:
     text = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
     parts = (text, f"{100 * done_bytes // total_bytes} %", speed_text(progress))
     return ", ".join(part for part in parts if part)
+
+
+def load_text(stages: LoadStages) -> str:
+    """Return the time of a load, and the stages that took at least 50 ms.
+
+    For example ``14.2s: build 2.1, read 6.0, snapshot 6.1``.
+    """
+    parts = [f"{name} {took_s:.1f}" for name, took_s in stages.by_name().items() if took_s >= 0.05]
+    return ": ".join(filter(None, (format_duration(stages.total_s), ", ".join(parts))))
 
 
 def speed_text(progress: Progress | AdditionInfo) -> str:

@@ -200,9 +200,20 @@ def _engines(scrape: Scrape) -> Iterator[Family]:
         "Memory of engines outside the device's pages, measured at their loads, by model.",
         ("device", "model"),
         (
-            ((number, model), memory.device_bytes)
+            ((number, model), host.memory.device_bytes)
             for number, one in scrape.devices()
-            for model, memory in hosts.engines_on(one.number).items()
+            for model, host in hosts.engines_on(one.number).items()
+        ),
+    )
+    yield gauge(
+        "device_engine_load_seconds",
+        "Time of the load of each present engine, by stage.",
+        ("device", "model", "stage"),
+        (
+            ((number, model, stage), seconds)
+            for number, one in scrape.devices()
+            for model, host in hosts.engines_on(one.number).items()
+            for stage, seconds in host.load.by_name().items()
         ),
     )
     yield gauge_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +83,6 @@ def know(model: ModelToLoad, gpu: str, device_bytes: int, num_gpus: int = 1) -> 
         Refused: the checkpoint cannot be served, does not fit on the device, cannot be divided
             among the GPUs, or its latency is unknown.
     """
-    started_s = time.monotonic()
     path = Path(model.path)
     info = check_checkpoint(path, allow_pickle=True, allow_remote_code=model.allow_remote_code)
     config = check_config(path, allow_remote_code=model.allow_remote_code)
@@ -111,7 +109,6 @@ def know(model: ModelToLoad, gpu: str, device_bytes: int, num_gpus: int = 1) -> 
         weight_bytes=weight_bytes,
         kv_bytes_per_token=kv_bytes,
         supported_tasks=("generate",),
-        load_s=time.monotonic() - started_s,
     )
     sim = SimModel(model.name, model.targets, latency, weight_bytes, kv_bytes)
     vocab_size = int((config.get("text_config") or config).get("vocab_size") or 0)

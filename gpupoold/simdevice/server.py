@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpupoold.domain import DeviceActivity, Targets
+from gpupoold.domain import DeviceActivity, LoadStages, Targets
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.sim.live import SimLive
 from gpupoold.sim.workloads import SimRequest
@@ -139,7 +139,7 @@ class SimServer:
     def _load(self, message: m.LoadModel) -> m.ModelLoaded | m.ModelFailed:
         if message.has_snapshot:
             os.close(self.channel.take_fd())  # a simulated device has no weights to fill
-        model = message.model
+        model, began_s = message.model, time.monotonic()
         try:
             known = know(model, self.gpu, self.device_bytes, self.num_gpus)
         except (GpupoolError, OSError) as error:
@@ -151,7 +151,13 @@ class SimServer:
         self._device.add_model(known.sim, known.vocabulary)
         profile = known.profile() if message.profiling_budget_s > 0 else None
         return m.ModelLoaded(
-            known.loaded, known.layout_digest, False, profile, dropped=dropped, memory=ENGINE_MEMORY
+            known.loaded,
+            known.layout_digest,
+            False,
+            profile,
+            dropped=dropped,
+            memory=ENGINE_MEMORY,
+            stages=LoadStages(build_s=time.monotonic() - began_s),
         )
 
     def _unload(self, name: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gpupoold.domain import DeviceActivity, DeviceFacts, Priority
+import msgspec
+
+from gpupoold.domain import DeviceActivity, DeviceFacts, LoadStages, Priority
 from gpupoold.latency.models import Profile
 from gpupoold.wire.records import (
     DraftCounts,
@@ -228,7 +230,8 @@ class ModelLoaded(Message):
     ``profile`` has the measured step times, None if not requested. ``self_check`` has the tokens of
     the self-check, empty if the model generates no text. ``snapshot_problem`` is the reason why the
     snapshot in the order was not used. ``dropped`` are the requests of a replaced engine, which the
-    daemon sends again. ``memory`` is the engine's memory outside the pages.
+    daemon sends again. ``memory`` is the engine's memory outside the pages, ``stages`` the time of
+    the load.
     """
 
     model: LoadedModel
@@ -239,6 +242,7 @@ class ModelLoaded(Message):
     snapshot_problem: str = ""
     dropped: list[str] = []
     memory: EngineMemory = EngineMemory()
+    stages: LoadStages = msgspec.field(default_factory=LoadStages)
 
 
 class ModelFailed(Message):

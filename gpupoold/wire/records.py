@@ -41,7 +41,6 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes_per_token: int
     supported_tasks: tuple[str, ...]
-    load_s: float
     slot_bytes: int = 0
     adapter_problems: dict[str, str] = {}
 

@@ -294,7 +294,8 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (_SCHEDULER, _RUNNERS[0], "requests device input_batch sampler"),
     (_SCHEDULER, "vllm.v1.worker.gpu_input_batch.InputBatch", "vocab_size"),
     (_SCHEDULER, "vllm.v1.sample.sampler.Sampler", "topk_topp_sampler"),
-    *((_MEMORY, runner, "get_kv_cache_spec") for runner in _RUNNERS),
+    *((_MEMORY, runner, "get_kv_cache_spec capture_model") for runner in _RUNNERS),
+    (_MEMORY, "vllm.model_executor.model_loader.default_loader.DefaultModelLoader", "load_weights"),
     (_DIVISION, "vllm.distributed.parallel_state.GroupCoordinator", "world_size"),
     (_DIVISION, "vllm.config.ModelConfig", "verify_with_parallel_config"),
 )

@@ -81,7 +81,6 @@ class EngineSet:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
-        started_s = time.monotonic()
         config = EngineArgs(
             model=str(path),
             enforce_eager=True,
@@ -101,7 +100,6 @@ class EngineSet:
             weight_bytes=0,
             kv_bytes_per_token=0,
             supported_tasks=("generate",),
-            load_s=time.monotonic() - started_s,
         )
 
     def add(self, request: AddRequest) -> None:

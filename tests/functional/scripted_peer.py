@@ -111,7 +111,6 @@ class ScriptedPeer:
             weight_bytes=0,
             kv_bytes_per_token=0,
             supported_tasks=("generate",),
-            load_s=0.0,
         )
         return ServeModel(call_id=call_id, model=model, loaded=loaded)
 

@@ -85,6 +85,9 @@ def test_a_model_is_replaced_beside_streams(
     answer = peer.wait(m.ModelLoaded)
     os.close(peer.channel.take_fd())
     assert (answer.dropped, answer.profile is None) == ([], False)
+    stages = answer.stages
+    assert min(stages.build_s, stages.read_s, stages.snapshot_s, stages.check_s) > 0
+    assert (stages.profile_s > 0.1, stages.capture_s) == (True, 0)
     assert ask_other(peer) == alone["other"]
 
 

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from gpupoold.control.processes.supervised import Death
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
+from gpupoold.domain import LoadStages
 from gpupoold.scheduling.state import IllegalTransition
 from gpupoold.wire.messages import EngineMemory
 
@@ -155,9 +156,6 @@ class Life(Generic[P, E]):
         self.phase = after
 
 
-Engines = dict[str, dict[int, EngineMemory]]
-"""The memory of engines, by model and worker."""
-
 NOTHING = EngineMemory()
 _WITH_ENGINE = (HostPhase.LOADED, HostPhase.ATTACHED, HostPhase.UNLOADING)
 
@@ -165,15 +163,16 @@ _WITH_ENGINE = (HostPhase.LOADED, HostPhase.ATTACHED, HostPhase.UNLOADING)
 class Host:
     """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
 
-    ``memory`` is the memory of the model's engine outside the pages, ``why`` the reason for the
-    engine on this worker, and ``options`` are the engine's options, None while the
-    engine is being replaced, or if nobody has waited for the end.
+    ``memory`` is the memory of the model's engine outside the pages, ``load`` the time of its load,
+    ``why`` the reason for the engine on this worker, and ``options`` are the engine's options, None
+    while the engine is being replaced, or if nobody has waited for the end.
     """
 
     def __init__(self, model: str, number: int) -> None:
         self._life = Life(f"{model} on worker {number}", HostPhase.ABSENT, HOST_TRANSITIONS)
         self.layout_digest = ""
         self.memory = NOTHING
+        self.load = LoadStages()
         self.why = ""
         self.options: Mapping[str, str] | None = {}
 
@@ -213,6 +212,10 @@ class Host:
         self.layout_digest, self.memory = layout_digest, memory
 
 
+Engines = dict[str, dict[int, Host]]
+"""The hosts with an engine, by model and worker."""
+
+
 class Hosts:
     """The hosts by worker number and model; created on first use."""
 
@@ -248,7 +251,7 @@ class Hosts:
     def usual_bytes(self, number: int, besides: str = "") -> int | None:
         """Return the median memory of a worker's engines without one model's, None without any."""
         engines = self.engines_on(number)
-        others = [one.device_bytes for name, one in engines.items() if name != besides]
+        others = [one.memory.device_bytes for name, one in engines.items() if name != besides]
         return median_low(others) if others else None
 
     def first_on(self, number: int) -> str:
@@ -259,17 +262,17 @@ class Hosts:
         """Return the memory outside the pages that a worker kept at the end of an engine."""
         return self._kept_bytes.get(number, 0)
 
-    def engines_on(self, number: int) -> dict[str, EngineMemory]:
-        """Return the memory of the engines on a worker, by model."""
+    def engines_on(self, number: int) -> dict[str, Host]:
+        """Return the hosts with an engine on a worker, by model."""
         hosts = self._hosts[number]
-        return {name: one.memory for name, one in hosts.items() if one.phase in _WITH_ENGINE}
+        return {name: one for name, one in hosts.items() if one.phase in _WITH_ENGINE}
 
     def engines(self) -> Engines:
-        """Return the memory of all engines, by model and worker."""
+        """Return the hosts with an engine, by model and worker."""
         found: Engines = {}
         for number in sorted(self._hosts):
-            for model, memory in self.engines_on(number).items():
-                found.setdefault(model, {})[number] = memory
+            for model, one in self.engines_on(number).items():
+                found.setdefault(model, {})[number] = one
         return found
 
     def lose_worker(self, number: int) -> None:

@@ -12,7 +12,7 @@ from typing import cast
 
 from gpupool_state import History, ModelRow
 from gpupoold.api.schemas import AdditionInfo
-from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress
+from gpupoold.api.schemas_models import AddModelRequest, ModelInfo, Progress, load_text
 from gpupoold.checkpoints.check import CheckpointInfo
 from gpupoold.checkpoints.download import Download, Part, checkpoint_dir
 from gpupoold.checkpoints.hub import Hub
@@ -120,7 +120,9 @@ class Additions(ModelPart):
         if len(self._supervisor.workers) > 1:
             yield Progress(stage="spread")
             await self._controller.settle(row.spec.name)
-        yield Progress(stage="ready", model=model_info(row))
+        engines = self._fleet.hosts.engines().get(row.spec.name, {}).values()
+        note = next((f"loaded in {load_text(one.load)}" for one in engines), "")
+        yield Progress(stage="ready", note=note, model=model_info(row))
 
     def cancel(self, name: str) -> None:
         """Undo the addition of a registered model in the background, if it is under way."""

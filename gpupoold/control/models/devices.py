@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpupool_state import ModelRow
-from gpupoold.control.fleet.states import ModelPhase
+from gpupoold.control.fleet.states import Host, ModelPhase
 from gpupoold.control.models.inspection import Divisions
 from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.steps import EnginesFull
@@ -26,7 +26,6 @@ from gpupoold.scheduling.hosting import (
     victims,
 )
 from gpupoold.units import format_bytes
-from gpupoold.wire.messages import EngineMemory
 
 _logger = logging.getLogger(__name__)
 
@@ -184,9 +183,9 @@ class EngineRoom(ModelPart):
         return self._fleet.hosts.usual_bytes(worker.number) or 0
 
     def _engine(
-        self, name: str, number: int, engines: Mapping[str, EngineMemory], *, has_requests: bool
+        self, name: str, number: int, engines: Mapping[str, Host], *, has_requests: bool
     ) -> HostedEngine:
-        num_bytes, freed_bytes = engines[name].device_bytes, None
+        num_bytes, freed_bytes = engines[name].memory.device_bytes, None
         if self._fleet.hosts.first_on(number) == name:  # charged with libraries and kernels too
             usual_bytes = self._fleet.hosts.usual_bytes(number, besides=name)
             freed_bytes = None if usual_bytes is None else min(num_bytes, usual_bytes)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from gpupool_state import ModelRow
+from gpupoold.api.schemas_models import load_text
 from gpupoold.control.models.descriptions import (
     is_profiled,
     latency_model_of,
@@ -142,11 +143,9 @@ class Performer(ModelPart):
         if row is not None:
             spec = replace(spec, adapters=row.spec.adapters)  # added while the load waited
         snapshot = await self._snapshots.for_load(spec, worker, expected_bytes)
-        loop = asyncio.get_running_loop()
         async with worker.load_lock:
             if self._has(worker, spec):
                 return
-            started_s = loop.time()
             await self._room.make(name, worker, reason)
             budget_s = await self._profiling_budget_s(name, worker)
             try:
@@ -170,10 +169,10 @@ class Performer(ModelPart):
                 raise
         self._fleet.hosts.of(name, worker.number).why = reason.why
         await self._serve(spec, worker, loaded)
-        size, took_s = format_bytes(loaded.model.weight_bytes), loop.time() - started_s
-        text = "%s loaded on worker %d in %.2f s: %s of weights, %s for the engine (%s)"
+        size, took = format_bytes(loaded.model.weight_bytes), load_text(loaded.stages)
+        text = "%s loaded on worker %d in %s: %s of weights, %s for the engine (%s)"
         engine = format_bytes(loaded.memory.device_bytes)
-        _logger.info(text, name, worker.number, took_s, size, engine, reason.why)
+        _logger.info(text, name, worker.number, took, size, engine, reason.why)
 
     async def _serve(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
         """Store the facts of an engine, and let the engine serve."""

@@ -122,7 +122,8 @@ def _device(
         temperature_c=worker.reading.temperature_c,
         power_w=worker.reading.power_w,
         num_engines=len(engines),
-        engine_bytes=fleet.hosts.kept_bytes(number) + sum(one.device_bytes for one in engines),
+        engine_bytes=fleet.hosts.kept_bytes(number)
+        + sum(one.memory.device_bytes for one in engines),
         engine_limit_bytes=engine_limit_bytes,
         loading=loading(worker),
         gpus=_gpus(worker),
@@ -209,8 +210,8 @@ def usage(
         "tokens_per_s": stats.tokens_per_s(now_s),
         "drafts": _draft_values(stats.drafts),
         "engines": [
-            {"device": number, "device_bytes": memory.device_bytes, "host_bytes": memory.host_bytes}
-            for number, memory in engines_of.get(name, {}).items()
+            {"device": number, "load": one.load, **msgspec.structs.asdict(one.memory)}
+            for number, one in engines_of.get(name, {}).items()
         ],
     }
 

@@ -213,6 +213,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
             record = host.replaced if is_replaced else host.loaded
             self._hosts.loaded(name, worker.number)
             record(message.layout_digest, message.memory, has_snapshot=message.has_snapshot)
+            host.load = message.stages
             load.set_result((message, fd))
         elif fd is not None:
             os.close(fd)  # the caller no longer waits, and unloads the model or replaces the engine

@@ -496,7 +496,7 @@ def load_engine(
     Raises:
         GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
     """
-    started_s, page_bytes = time.monotonic(), load.device.page_bytes
+    page_bytes = load.device.page_bytes
     start_load(skips_checkpoint=load.skips_checkpoint)
     with load.active():
         try:
@@ -506,7 +506,7 @@ def load_engine(
             geometry = _geometry(core, page_bytes)
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, load.device, host)
-            info = _describe(model, core, load, time.monotonic() - started_s)
+            info = _describe(model, core, load)
             engine = ModelEngine(name, core, load, kv, info, prefixes, kv_identity)
             problems = engine.adapters.add_all(model.adapters)
             engine.info = msgspec.structs.replace(info, adapter_problems=problems)
@@ -556,7 +556,7 @@ def _geometry(core: Any, page_bytes: int) -> KvGeometry:
     return KvGeometry(config.num_blocks, page_bytes, tuple(ordered))
 
 
-def _describe(model: ModelToLoad, core: Any, load: ModelLoad, load_s: float) -> LoadedModel:
+def _describe(model: ModelToLoad, core: Any, load: ModelLoad) -> LoadedModel:
     assert load.layout is not None
     config = core.vllm_config
     blocks = config.cache_config.num_gpu_blocks
@@ -574,7 +574,6 @@ def _describe(model: ModelToLoad, core: Any, load: ModelLoad, load_s: float) -> 
         slot_bytes=load.slot_bytes,
         kv_bytes_per_token=kv_bytes,
         supported_tasks=tuple(core.get_supported_tasks()),
-        load_s=load_s,
     )
 
 

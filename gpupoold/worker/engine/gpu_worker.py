@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from gpupoold.worker.engine.vllm_process import PooledMemory, between_captures
 from gpupoold.worker.threads import TurnThread, use_step_threads
-from gpupoold.worker.weights.loading import current_load
+from gpupoold.worker.weights.loading import LoadStage, current_load
 
 
 class CudaWorker(PooledMemory, Worker):
@@ -28,7 +28,8 @@ class CudaWorker(PooledMemory, Worker):
         """Load, move the weights into the address range and make the weights resident."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         use_step_threads()
-        current_load().bring_weights()
+        with current_load().stages.during(LoadStage.SNAPSHOT):
+            current_load().bring_weights()
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """Return vLLM's layouts, beginning with layouts whose blocks are outermost.
@@ -47,7 +48,7 @@ class CudaWorker(PooledMemory, Worker):
         given and measures nothing.
         """
         self.cache_config.kv_cache_memory_bytes = super().determine_available_memory()
-        with self._running_alone():
+        with current_load().stages.during(LoadStage.COMPILE), self._running_alone():
             return int(Worker.determine_available_memory(self))
 
     def compile_or_warm_up_model(self) -> Any:
@@ -55,7 +56,13 @@ class CudaWorker(PooledMemory, Worker):
 
         Steps run between two runs of the model, and between the captures of two sizes.
         """
-        with current_load().kv_scratch(), self._running_alone():
+        load = current_load()
+        with (
+            load.stages.during(LoadStage.COMPILE),
+            load.stages.during_calls(LoadStage.CAPTURE, self.model_runner, "capture_model"),
+            load.kv_scratch(),
+            self._running_alone(),
+        ):
             times = super().compile_or_warm_up_model()
             # vLLM captures graphs, and runs code between two graphs, on separate streams. The
             # device does not wait for these streams before it unmaps pages.

@@ -20,6 +20,7 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,7 +33,11 @@ from gpupoold.worker.engine.configuration import parallel_arguments
 from gpupoold.worker.engine.layer_gates import LayerGates
 from gpupoold.worker.process import set_group_environment
 from gpupoold.worker.threads import HEAP, use_load_threads
-from gpupoold.worker.weights.loading import current_load, register_snapshot_format
+from gpupoold.worker.weights.loading import (
+    LoadStage,
+    current_load,
+    register_snapshot_format,
+)
 
 MAX_ROWS = 128
 """Prompt tokens of a request whose logits exist at one time."""
@@ -227,8 +232,11 @@ class PooledMemory:
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load as vLLM does, then move the weights into the model's address range."""
-        super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
-        current_load().take_weights(whole_model(self.model_runner))
+        load = current_load()
+        with load.stages.during_calls(LoadStage.READ, DefaultModelLoader, "load_weights"):
+            super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
+        with load.stages.during(LoadStage.SNAPSHOT):
+            load.take_weights(whole_model(self.model_runner))
 
     def determine_available_memory(self) -> int:
         """Return the KV budget of a model alone on the device: all memory without the weights."""

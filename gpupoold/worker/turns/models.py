@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
+from gpupoold.domain import LoadStages
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.latency.models import Profile
 from gpupoold.memory.device import Device, PagePool
@@ -30,7 +30,13 @@ from gpupoold.worker.profiling import profile
 from gpupoold.worker.threads import HEAP, TurnThread
 from gpupoold.worker.turns.requests import RequestLedger
 from gpupoold.worker.turns.self_check import SelfChecks, first_self_check, is_same_answer
-from gpupoold.worker.weights.loading import ModelLoad, WeightSource, pages_for_torch
+from gpupoold.worker.weights.loading import (
+    LoadStage,
+    ModelLoad,
+    StageClock,
+    WeightSource,
+    pages_for_torch,
+)
 from gpupoold.worker.weights.rank_loads import LeaderLoad, LoadLinks
 
 _logger = logging.getLogger(__name__)
@@ -96,21 +102,14 @@ class LoadOrder:
         return None if fd < 0 else HostBuffer(fd, os.fstat(fd).st_size // num_ranks)
 
 
-class LoadStage(StrEnum):
-    """The stages of a load."""
-
-    BUILD = "builds the engine"
-    SELF_CHECK = "runs the self-check"
-    PROFILE = "times steps"
-
-
 class Loaded(NamedTuple):
-    """A loaded model, its self-check tokens, the problem with its snapshot, and its profile."""
+    """A loaded model, its self-check tokens, the problem with its snapshot, profile, and times."""
 
     engine: ModelEngine
     self_check: tuple[int, ...]
     snapshot_problem: str
     profile: Profile | None = None
+    stages: LoadStages = LoadStages()
 
 
 LoadEnd = Loaded | GpupoolError | OSError
@@ -133,8 +132,8 @@ class EngineLoader:
     current: Callable[[], str | None] = lambda: None
     links: LoadLinks | None = None
     prefixes: PrefixTiers | None = None
-    stage: LoadStage = field(default=LoadStage.BUILD, init=False)
-    """The stage of the present load."""
+    stages: StageClock = field(default_factory=StageClock, init=False)
+    """The stages of the present load."""
     _check: Callable[[], None] = field(default=lambda: None, init=False)
 
     def load(
@@ -156,10 +155,9 @@ class EngineLoader:
             GpupoolError: the checkpoint cannot be served here.
             OSError: there is no host memory for a snapshot.
         """
-        self._check = check
+        self._check, self.stages = check, StageClock()
         loaded = self._load(message, snapshot, name)
         engine, budget_s = loaded.engine, message.profiling_budget_s
-        self.stage = LoadStage.PROFILE
         run = profile(
             engine,
             self.residency,
@@ -168,11 +166,12 @@ class EngineLoader:
             slice_limit_s=self.turns.slice_limit_s,
         )
         try:
-            measured = self._in_slices(run, ThreadPhase.PROFILE, engine)
+            with self.stages.during(LoadStage.PROFILE):
+                measured = self._in_slices(run, ThreadPhase.PROFILE, engine)
         except BaseException:
             self._give_up(engine)
             raise
-        return loaded._replace(profile=measured)
+        return loaded._replace(profile=measured, stages=self.stages.so_far())
 
     def _load(self, message: LoadModel, snapshot: HostBuffer | None, name: str) -> Loaded:
         if snapshot is None:
@@ -214,7 +213,6 @@ class EngineLoader:
         self, message: LoadModel, snapshot: HostBuffer | None, name: str, *, skips_checkpoint: bool
     ) -> ModelEngine:
         model = message.model
-        self.stage = LoadStage.BUILD
         try:
             snapshot_bytes = snapshot.num_bytes if snapshot and skips_checkpoint else 0
             num_released = pages_for_torch(model, self.device, snapshot_bytes)
@@ -235,6 +233,7 @@ class EngineLoader:
             num_released,
             make_room=self.residency.free_pages,
             turns=self.turns,
+            stages=self.stages,
         )
         engine = load_engine(
             model,
@@ -250,9 +249,9 @@ class EngineLoader:
 
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
         """Run the self-check; unload the model if the self-check fails with an error."""
-        self.stage = LoadStage.SELF_CHECK
         try:
-            return self._in_slices(self._checked(engine), ThreadPhase.SELF_CHECK, engine)
+            with self.stages.during(LoadStage.CHECK):
+                return self._in_slices(self._checked(engine), ThreadPhase.SELF_CHECK, engine)
         except Exception as error:
             self._give_up(engine)
             if isinstance(error, GpupoolError):
@@ -337,7 +336,7 @@ class LoadQueue:
         if not self._orders or self._orders[0].began_s is None:
             return None
         order, num_waiting = self._orders[0], len(self._orders) - 1
-        stage, is_held = self.loader.stage.value, self.loader.turns.is_held or is_waited_for
+        stage, is_held = self.loader.stages.stage.value, self.loader.turns.is_held or is_waited_for
         return LoadProgress(order.model, order.began_s or 0.0, stage, num_waiting, is_held)
 
     def _run(self, order: LoadOrder) -> None:
@@ -435,6 +434,7 @@ class DeviceModels:
             end.snapshot_problem,
             dropped,
             order.memory,
+            end.stages,
         )
         self.send(answer, (engine.weights.snapshot.fd,))
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from gpupoold.checkpoints.adapter_check import estimate_slot_bytes
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.files import TensorEntry, read_tensors
 from gpupoold.checkpoints.survey import estimate_weight_bytes, model_dtype_bits
+from gpupoold.domain import LoadStages
 from gpupoold.engine_options.names import max_rank, num_slots
 from gpupoold.errors import Refused, ServerError
 from gpupoold.memory.device import AddressRange, Device, PagePool, PageRun
@@ -82,6 +85,67 @@ class StaleSnapshot(ServerError):
     """The snapshot does not belong to the model as loaded now."""
 
 
+class LoadStage(StrEnum):
+    """The stages of a load, named as the fields of ``LoadStages``; "the worker ..."."""
+
+    BUILD = "builds the engine"
+    READ = "reads the weights"
+    SNAPSHOT = "makes the snapshot"
+    COMPILE = "compiles"
+    CAPTURE = "captures graphs"
+    CHECK = "runs the self-check"
+    PROFILE = "times steps"
+
+
+class StageClock:
+    """The present stage of a load, which any thread may read, and the time of each stage."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock`` returns seconds."""
+        self.stage = LoadStage.BUILD
+        self._clock = clock
+        self._since_s = clock()
+        self._stages = LoadStages()
+
+    @contextlib.contextmanager
+    def during(self, stage: LoadStage) -> Iterator[None]:
+        """Count the time inside the context for ``stage`` alone, not for the stage around."""
+        around = self.stage
+        self._enter(stage)
+        try:
+            yield
+        finally:
+            self._enter(around)
+
+    @contextlib.contextmanager
+    def during_calls(self, stage: LoadStage, owner: Any, name: str) -> Iterator[None]:
+        """Count the time of calls of ``owner``'s function ``name`` inside the context."""
+        function, was_own = getattr(owner, name), name in vars(owner)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self.during(stage):
+                return function(*arguments, **options)
+
+        setattr(owner, name, timed)
+        try:
+            yield
+        finally:
+            if was_own:
+                setattr(owner, name, function)
+            else:
+                delattr(owner, name)
+
+    def so_far(self) -> LoadStages:
+        """Return the time of each stage until now."""
+        self._enter(self.stage)
+        return self._stages
+
+    def _enter(self, stage: LoadStage) -> None:
+        now_s, field = self._clock(), f"{self.stage.name.lower()}_s"
+        setattr(self._stages, field, getattr(self._stages, field) + now_s - self._since_s)
+        self.stage, self._since_s = stage, now_s
+
+
 class WeightSource(NamedTuple):
     """The source of a load's weights: a snapshot with its digest, if there is one.
 
@@ -112,6 +176,7 @@ class ModelLoad:
         *,
         make_room: Callable[[int], None] = lambda num_pages: None,
         turns: TurnThread | None = None,
+        stages: StageClock | None = None,
     ) -> None:
         """``turns`` is the owner of the pages; None if that is the calling thread.
 
@@ -126,6 +191,7 @@ class ModelLoad:
         self._make_room = make_room
         self.skips_checkpoint = source.skips_checkpoint
         self.turns = turns or TurnThread()
+        self.stages = stages or StageClock()
         self._release = TorchRelease(device, pool)
         self.weights: WeightMemory | None = None
         self.kv_address_range: AddressRange | None = None

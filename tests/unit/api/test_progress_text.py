@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.api.schemas_models import Progress, amount_text, speed_text, stage_text
+from gpupoold.api.schemas_models import (
+    Progress,
+    amount_text,
+    load_text,
+    speed_text,
+    stage_text,
+)
+from gpupoold.domain import LoadStages
 
 GIB = 2**30
 
@@ -31,6 +38,11 @@ def download(done: int | None, total: int | None, rate: float | None = None) -> 
 )
 def test_words(progress: Progress, stage: str, amount: str) -> None:
     assert (stage_text(progress), amount_text(progress)) == (stage, amount)
+
+
+def test_stages_of_a_load_are_shown_from_50_ms_on() -> None:
+    assert load_text(LoadStages(build_s=0.04)) == "40ms"
+    assert load_text(LoadStages(build_s=0.06, read_s=2)) == "2.06s: build 0.1, read 2.0"
 
 
 def test_less_than_a_second_is_a_second() -> None:

@@ -19,5 +19,4 @@ def loaded(name: str) -> m.LoadedModel:
         weight_bytes=WEIGHT_BYTES,
         kv_bytes_per_token=100,
         supported_tasks=("generate",),
-        load_s=1.0,
     )

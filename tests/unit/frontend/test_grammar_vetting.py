@@ -33,7 +33,6 @@ LOADED = LoadedModel(
     weight_bytes=0,
     kv_bytes_per_token=0,
     supported_tasks=("generate",),
-    load_s=0,
 )
 
 

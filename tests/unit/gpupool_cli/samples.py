@@ -23,7 +23,7 @@ from gpupoold.api.schemas import (
     TurnInfo,
 )
 from gpupoold.api.schemas_models import ModelInfo
-from gpupoold.domain import Event, Folder, ModelName, Switch
+from gpupoold.domain import Event, Folder, LoadStages, ModelName, Switch
 from gpupoold.latency.models import StoredFit, StoredLatency
 
 GIB = 1024**3
@@ -144,7 +144,14 @@ def usage(info: ModelInfo, measured: bool) -> ModelUsage:
         ttft_p99_s=1.25 if measured else None,
         tbt_p50_s=0.02 if measured else None,
         tbt_p99_s=0.08 if measured else None,
-        engines=[EngineInfo(device=0, device_bytes=GIB, host_bytes=GIB // 2)],
+        engines=[
+            EngineInfo(
+                device=0,
+                device_bytes=GIB,
+                host_bytes=GIB // 2,
+                load=LoadStages(build_s=2.1, read_s=6.0, snapshot_s=6.1, check_s=0.01),
+            )
+        ],
     )
 
 

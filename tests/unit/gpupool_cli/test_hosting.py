@@ -23,6 +23,7 @@ def test_by_hand_and_back(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.add("a", usage=usage, devices=(0,))
     assert "engines" in cli("show", "a").stdout
     assert "device 0 (1 GiB); by hand: 0" in cli("show", "a").stdout
+    assert "14.2s: build 2.1, read 6.0, snapshot 6.1" in cli("show", "a").stdout
     assert cli("host", "a", "--auto").stderr == "a: on no device; chosen by the scheduler\n"
     assert daemon.find("a").devices == ()
 

@@ -25,7 +25,6 @@ LOADED = m.LoadedModel(
     weight_bytes=1 << 33,
     kv_bytes_per_token=4096,
     supported_tasks=("generate",),
-    load_s=12.25,
 )
 SWITCH = m.SwitchRecord(
     at=1_700_000_000.0,

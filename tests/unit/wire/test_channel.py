@@ -347,7 +347,7 @@ channel = BlockingChannel(socket.socket(fileno={theirs.fileno()}), m.ToWorker)
 fd = os.memfd_create("snapshot")
 channel.send(m.ModelLoaded(channel.receive(None).model and m.LoadedModel(
     name="x", architecture="a", max_model_len=1, dtype="d", block_size=1, num_gpu_blocks=1,
-    weight_bytes=1, kv_bytes_per_token=1, supported_tasks=(), load_s=0.0), "d", True), (fd,))
+    weight_bytes=1, kv_bytes_per_token=1, supported_tasks=()), "d", True), (fd,))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     command = [sys.executable, "-c", script]

@@ -57,7 +57,6 @@ class KnownEngine:
             weight_bytes=weight_pages * PAGE,
             kv_bytes_per_token=PAGE // BLOCK_TOKENS,
             supported_tasks=("generate",),
-            load_s=0.0,
         )
         self.max_batched_tokens = 2048
         self.max_sequences = 16

@@ -32,7 +32,6 @@ LOADED = LoadedModel(
     weight_bytes=10**9,
     kv_bytes_per_token=1000,
     supported_tasks=("generate",),
-    load_s=1.0,
 )
 PREFILL = PrefillModel(4096, 14336, 1e-13, 2e-9, 0.004)
 DECODE = LinearDecode(2e-7, 1e-4, 0.01)

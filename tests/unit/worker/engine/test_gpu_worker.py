@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from gpupoold.worker.engine import gpu_worker as worker  # noqa: E402
 from gpupoold.worker.threads import TurnThread  # noqa: E402
+from gpupoold.worker.weights.loading import StageClock  # noqa: E402
 
 
 def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +33,7 @@ def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.M
     class Load:
         """A load whose KV is readable and writable for a while."""
 
-        turns = TurnThread()
+        turns, stages = TurnThread(), StageClock()
 
         @contextlib.contextmanager
         def kv_scratch(self) -> Iterator[None]:
@@ -60,6 +61,7 @@ def test_steps_run_between_the_captures_of_two_sizes(monkeypatch: pytest.MonkeyP
 
     class Load:
         kv_scratch = contextlib.nullcontext
+        stages = StageClock()
 
     load = Load()
     load.turns = turns  # type: ignore[attr-defined]
@@ -78,7 +80,8 @@ def test_steps_run_between_the_captures_of_two_sizes(monkeypatch: pytest.MonkeyP
         loading.result()
     while order[-1] == "step":
         order.pop()
-    text = " ".join(order)
+    text, stages = " ".join(order), load.stages.so_far()
+    assert (stages.capture_s > 0, stages.compile_s > 0) == (True, True)
     for part in ("warm-up", "prepare 1", "prepare 2"):
         assert f"step {part}" in text
     assert "prepare 1 capture 1" in text

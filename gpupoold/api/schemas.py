@@ -141,8 +141,8 @@ class DraftUsage(Body):
 class EngineInfo(Body):
     """A model's engine on a device: its memory outside the pages, and the time of its load.
 
-    ``device_bytes`` are of the device's reserve, ``host_bytes`` private memory of the worker; both
-    are the same memory on an emulated device.
+    ``device_bytes`` are of the device's reserve, ``host_bytes`` private and pinned memory of the
+    worker; both are the same memory on an emulated device.
     """
 
     device: int

@@ -26,11 +26,15 @@ MIB = 2**20
 MODEL_CACHE, KV_HOST, RESERVE = "memory.model_cache", "memory.kv_host", "memory.reserve"
 BYTES_IN_FLIGHT = "limits.max_bytes_in_flight"
 
-# Without a model, measured as proportional set size: a daemon with its fork server, a frontend with
-# its grammar checker, a worker of an emulated device. The worker of a GPU is an estimate.
+# Measured as proportional set size without a model: a daemon with its fork server, a frontend with
+# its grammar checker, a worker of an emulated device. The worker of a GPU is an estimate, with the
+# engines of the largest default of memory.engines.
 _DAEMON_BYTES = 384 * MIB
 _FRONTEND_BYTES = 192 * MIB
 _WORKER_BYTES = {"emulated": 512 * MIB, "cuda": 4 * GIB, "sim": 4 * GIB}
+# Host memory of an engine, an estimate, over its 280 MB of memory.engines: 0.3 GiB of objects and
+# graphs, and a pinned table of all sequences' tokens (32 MiB for 64 of 131,072, 128 MiB for 256).
+_HOST_BYTES_PER_ENGINE_BYTE = 1.5
 # A body in a frontend, prepared images, and the encoded request in the daemon.
 _COPIES_IN_FLIGHT = 3
 _MOST_BYTES_IN_FLIGHT = 4 * 10**9
@@ -46,13 +50,17 @@ _RESERVE_BASE_BYTES, _RESERVE_SHARE, _RESERVE_STEP_BYTES = 2 * GIB, 1 / 64, GIB 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """The budgets that a configuration sets, in bytes; None for those to work out."""
+    """The budgets that a configuration sets, in bytes; None for those to work out.
+
+    ``engines_bytes`` is the limit of device memory for the engines of a GPU.
+    """
 
     model_cache_bytes: int | None = None
     kv_host_bytes: int | None = None
     reserve_bytes: int | None = None
     bytes_in_flight: int | None = None
     num_frontends: int = 2
+    engines_bytes: int | None = None
 
     def has(self, key: str) -> bool:
         """Return whether the configuration sets a budget."""
@@ -271,9 +279,19 @@ class _HostMemory:
         workers = sum(_WORKER_BYTES[one.kind] for one in self._engines)
         frontends = self._wishes.num_frontends * _FRONTEND_BYTES
         yield Part("processes", _DAEMON_BYTES + frontends + workers)
+        num_gpus = sum(one.kind != "emulated" for one in self._engines)
+        yield Part("engines", self._further_engines_bytes(), num_gpus)
         yield Part("requests", _COPIES_IN_FLIGHT * in_flight)
         emulated = [one.memory_bytes or 0 for one in self._engines if one.kind == "emulated"]
         yield Part("emulated devices", sum(emulated))
+
+    def _further_engines_bytes(self) -> int:
+        """Return the host memory of a GPU's engines beyond those of the largest default."""
+        covered_bytes = MemorySettings().engines_for(CUDA_RESERVE_BYTES) or 0
+        limit_bytes = self._wishes.engines_bytes
+        if limit_bytes is None:
+            limit_bytes = MemorySettings().engines_for(self._wishes.reserve_bytes or 0) or 0
+        return int(max(0, limit_bytes - covered_bytes) * _HOST_BYTES_PER_ENGINE_BYTE)
 
     def _too_much(self, parts: Iterable[Part]) -> SettingError:
         """Return the refusal; its key is the larger budget that the configuration sets."""

@@ -47,6 +47,7 @@ def fitted(settings: Settings, machine: Machine) -> Fitted:
         memory.reserve_or_auto,
         limits.max_bytes_in_flight_or_auto,
         settings.server.frontends,
+        memory.engines_bytes,
     )
     budgets = work_out(wishes, machine)
     return Fitted(_with_budgets(settings, budgets), budgets)

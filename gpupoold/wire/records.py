@@ -53,8 +53,8 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
 class EngineMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory of an engine outside the device's pages, measured around the load.
 
-    ``device_bytes`` are taken from the device's reserve, ``host_bytes`` are private memory of the
-    worker. Both are the same memory on an emulated device.
+    ``device_bytes`` are taken from the device's reserve, ``host_bytes`` are private and
+    pinned memory of the worker. Both are the same memory on an emulated device.
     """
 
     device_bytes: int = 0

@@ -62,7 +62,7 @@ class OutsidePages(NamedTuple):
 
     ``own_bytes`` are this process's bytes, with the pages, None if not known; ``free_bytes`` are
     free, None if another process uses the device too. ``torch_bytes`` are torch's allocations,
-    ``private_bytes`` is private memory of the process.
+    ``private_bytes`` is private memory of the process, with torch's pinned memory.
     """
 
     own_bytes: int | None
@@ -81,6 +81,11 @@ class OutsidePages(NamedTuple):
         return None
 
 
+def torch_pinned_bytes() -> int:
+    """Return the host memory that torch has pinned and uses."""
+    return int(torch.cuda.host_memory_stats().get("active_bytes.current", 0))
+
+
 @dataclass(eq=False)
 class DriverMemory:
     """This process's device memory beside the pages, against torch's allocations.
@@ -88,12 +93,15 @@ class DriverMemory:
     NVML reports the memory of the process. Where NVML does not, the driver's free memory counts if
     no other process uses the GPU, else torch's allocations only. ``has_gpu_alone`` is false if
     another worker has the same GPU, and ``use_of`` returns the use of the GPU of a PCI address.
+    ``pinned_bytes`` returns the host memory that torch has pinned, which the kernel does not count
+    as the process's: an engine's table of the tokens of all sequences is pinned.
     """
 
     device: Device
     torch_bytes: Callable[[], int] = torch.cuda.memory_reserved
     has_gpu_alone: bool = field(default=True, kw_only=True)
     use_of: Callable[[str], GpuUse] = field(default=gpu_use, kw_only=True)
+    pinned_bytes: Callable[[], int] = field(default=torch_pinned_bytes, kw_only=True)
 
     def __post_init__(self) -> None:
         self._before = self.outside_pages()
@@ -132,7 +140,8 @@ class DriverMemory:
         use = self.use_of(self.device.pci_bus_id)
         if not self.has_gpu_alone or use.num_processes > 1:
             free_bytes = None
-        return OutsidePages(use.own_bytes, free_bytes, self.torch_bytes(), _private_bytes())
+        private_bytes = _private_bytes() + self.pinned_bytes()
+        return OutsidePages(use.own_bytes, free_bytes, self.torch_bytes(), private_bytes)
 
     def taken_since(self, before: OutsidePages) -> EngineMemory:
         """Return the memory taken since ``before``, for example by the load of an engine."""

@@ -148,6 +148,22 @@ def test_a_simulated_host_is_divided_like_a_real_one() -> None:
     assert "of simulated host memory less" in found.reasons[MODEL_CACHE]
 
 
+@pytest.mark.parametrize(
+    ("wishes", "gib"),
+    [
+        (Wishes(reserve_bytes=3 * GIB), None),
+        (Wishes(reserve_bytes=7 * GIB), 4.5),
+        (Wishes(reserve_bytes=7 * GIB, engines_bytes=2 * GIB), None),
+        (Wishes(engines_bytes=int(6.25 * GIB)), 6.0),
+    ],
+)
+def test_more_engines_than_by_default_take_host_memory(wishes: Wishes, gib: float | None) -> None:
+    found = {part.name: part for part in work_out(wishes, MEDIUM).parts}.get("engines")
+    assert (None if found is None else (found.each_bytes / GIB, found.count)) == (
+        None if gib is None else (gib, 4)
+    )
+
+
 def test_devices_of_several_kinds_have_no_common_reserve() -> None:
     found = work_out(Wishes(), Machine(64 * GIB, (*SMALL.devices, EMULATED)))
     assert found.reserve_bytes is None

@@ -71,6 +71,14 @@ def test_other_processes_on_the_gpu_are_not_charged_to_an_engine(gpu: Gpu) -> No
     assert memory.freed_since(memory.outside_pages()).device_bytes == 0
 
 
+def test_pinned_tables_are_host_memory_of_an_engine(gpu: Gpu) -> None:
+    pinned_bytes = [GIB]
+    memory = DriverMemory(gpu, lambda: 0, pinned_bytes=lambda: pinned_bytes[0])
+    before = memory.outside_pages()
+    pinned_bytes[0] += 128 << 30
+    assert memory.taken_since(before).host_bytes >= 127 << 30
+
+
 def test_an_engine_is_charged_with_its_graphs_beside_other_processes(gpu: Gpu) -> None:
     """As on a GPU whose other processes draw a desktop, or are a second worker."""
     own_bytes = [3 * GIB]

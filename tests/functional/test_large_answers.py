@@ -112,10 +112,10 @@ def test_what_may_not_be_null_is_left_out(
 
 
 def test_an_answer_without_a_limit_ends_at_the_bound(box: PrivateDaemon) -> None:
-    fields = {"messages": [MESSAGE], "logprobs": True, "top_logprobs": 20, "n": 8}
+    fields = {"messages": [MESSAGE], "logprobs": True, "top_logprobs": 20, "n": 64}
     answer = post(box, CHAT, ignore_eos=True, **fields).json()
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
-    assert answer["usage"]["completion_tokens"] == 8 * (100_000 // (8 * 21))
+    assert answer["usage"]["completion_tokens"] == 64 * (100_000 // (64 * 21))
 
 
 def test_a_neighbour_streams_on(box: PrivateDaemon) -> None:
@@ -123,8 +123,8 @@ def test_a_neighbour_streams_on(box: PrivateDaemon) -> None:
 
     async def run() -> None:
         async with api_client(box.http_url) as api, httpx.AsyncClient(timeout=120) as http:
-            alone = await ask(api, LLAMA, "somebody else", 600)
-            stream = Background(api, LLAMA, "somebody else", 600)
+            alone = await ask(api, LLAMA, "somebody else", 200)
+            stream = Background(api, LLAMA, "somebody else", 200)
             await stream.started()
             body: dict[str, Any] = {"model": LLAMA, "prompt": [[7 + n, *PROMPT] for n in range(8)]}
             body |= {"prompt_logprobs": 20, "max_tokens": 1}

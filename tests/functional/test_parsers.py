@@ -9,16 +9,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from anthropic import Anthropic
 from openai import BadRequestError, OpenAI
 
 from gpupoold.checkpoints.parsers import found_parsers
 from tests.functional.family_checkpoints import encode, write_checkpoint
 from tests.functional.recorded_answers import ARGUMENTS, RECORDED, THOUGHT, Recorded
 from tests.functional.scripted_peer import ScriptedPeer
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +81,8 @@ def openai(peer: ScriptedPeer) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def anthropic(peer: ScriptedPeer) -> Iterator[Anthropic]:
+    from anthropic import Anthropic
+
     with Anthropic(base_url=peer.url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from anthropic import Anthropic
 from openai import OpenAI
 
 from benchmarks.private_daemon import PrivateDaemon
@@ -135,6 +134,8 @@ def test_a_forced_tool_is_called(client: OpenAI) -> None:
 def test_messages_of_anthropic_call_tools_and_have_all_required_fields(
     daemon: PrivateDaemon,
 ) -> None:
+    from anthropic import Anthropic
+
     function = GET_WEATHER["function"]
     tool: Any = {
         "name": function["name"],

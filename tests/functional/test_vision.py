@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 from openai import AsyncOpenAI
+from PIL import Image
 
 from benchmarks.private_daemon import PrivateDaemon
 from tests.functional import images
@@ -182,7 +183,7 @@ SMALL = data_url(encoded(picture(5, (40, 40))))
 BAD = {
     "too many": ([image_part(SMALL)] * 17, "at most 16 images (limits.max_images)"),
     "too many pixels": (
-        [image_part(data_url(encoded(picture(1, (1, 1)).resize((6000, 6000)))))],
+        [image_part(data_url(encoded(Image.new("1", (6000, 6000)))))],
         "36,000,000 pixels in total, more than 32,000,000 (limits.max_image_pixels)",
     ),
     "other format": ([image_part(data_url(encoded(picture(5), "TIFF")))], "none of the formats"),

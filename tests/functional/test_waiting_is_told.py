@@ -8,7 +8,6 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -114,6 +113,8 @@ def test_clients_of_the_openai_package_see_no_comments(box: PrivateDaemon) -> No
 
 @pytest.mark.slow
 def test_clients_of_the_anthropic_package_see_no_comments(box: PrivateDaemon) -> None:
+    import anthropic
+
     async def run() -> list[str]:
         async with (
             httpx.AsyncClient(timeout=60) as client,

@@ -11,7 +11,7 @@ import ast
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,9 @@ class Module:
         return plain | {f"{start}{text}" for start in starts for text in plain}
 
 
+@cache
 def read(folders: tuple[str, ...]) -> dict[str, Module]:
+    """Modules by full name; read by tests, not when they are collected."""
     found = {}
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -97,7 +99,8 @@ def read(folders: tuple[str, ...]) -> dict[str, Module]:
     return found
 
 
-PRODUCT = read(PACKAGES)
+def product() -> dict[str, Module]:
+    return read(PACKAGES)
 
 
 def entry_points() -> set[str]:
@@ -110,7 +113,7 @@ def entry_points() -> set[str]:
 def split(name: str) -> tuple[str, str]:
     """Return the longest module of the product that begins a full name, and the rest."""
     module, rest = name, ""
-    while module and module not in PRODUCT:
+    while module and module not in product():
         module, _, last = module.rpartition(".")
         rest = f"{last}.{rest}".rstrip(".")
     return module, rest
@@ -129,10 +132,10 @@ def reached_modules(starts: set[str]) -> set[str]:
     waiting = {split(start)[0] for start in starts}
     while waiting:
         name = waiting.pop()
-        if name in reached or name not in PRODUCT:
+        if name in reached or name not in product():
             continue
         reached.add(name)
-        module = PRODUCT[name]
+        module = product()[name]
         waiting |= {split(target)[0] for target in module.imports.values()}
         waiting |= {*named_modules(module), name.rpartition(".")[0]}
     return reached
@@ -149,19 +152,21 @@ def uses(module: Module, definition: Definition) -> Iterator[str]:
 
 def unused_names(modules: set[str], users: dict[str, Module]) -> set[str]:
     """Definitions of ``modules`` that neither these modules reach nor ``users``."""
-    definitions = {f"{module}.{name}" for module in modules for name in PRODUCT[module].definitions}
+    definitions = {
+        f"{module}.{name}" for module in modules for name in product()[module].definitions
+    }
     waiting = {f"{module}.{name}" for module in modules for name in ("", *CALLED_BY_NAME)}
-    waiting |= entry_points() | {text for module in modules for text in PRODUCT[module].strings}
+    waiting |= entry_points() | {text for module in modules for text in product()[module].strings}
     waiting |= {use for user in users.values() for use in user.imports.values()}
     used: set[str] = set()
     while waiting:
         name, attributes = split(waiting.pop())
         definition = attributes.partition(".")[0]
         full = f"{name}.{definition}"
-        if name not in PRODUCT or full in used:
+        if name not in product() or full in used:
             continue
         used.add(full)
-        module = PRODUCT[name]
+        module = product()[name]
         if full in definitions:
             waiting |= set(uses(module, module.definitions[definition]))
         elif definition in module.imports:  # a package that offers a name of its module
@@ -170,7 +175,7 @@ def unused_names(modules: set[str], users: dict[str, Module]) -> set[str]:
 
 
 def test_each_module_is_reached() -> None:
-    assert set(PRODUCT) - reached_modules(entry_points()) == set()
+    assert set(product()) - reached_modules(entry_points()) == set()
 
 
 def test_each_definition_is_reached() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,8 @@ import pytest
 from gpupoold.latency.models import DecodeBatch, LinearDecode, PrefillModel
 from gpupoold.latency.profiles import parse
 from gpupoold.latency.shape import builtin_shape
+from scripts.fit_profiles import main
 
-ROOT = Path(__file__).resolve().parents[3]
 PREFILL = PrefillModel.of(builtin_shape("Qwen-7B")).with_constants((4e-13, 2e-11, 0.009))
 DECODE = LinearDecode(4e-7, 1.5e-4, 0.012)
 AEGAEON = ["set", "model", "gpu", "tp", "input_tokens", "batch"]
@@ -42,19 +40,14 @@ def write_grids(folder: Path, aegaeon: list[list[object]]) -> None:
         csv.writer(file).writerow(SPLITWISE)
 
 
-def run(folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/fit_profiles.py"), "--profiles", str(folder)]
-    command += ["--output", str(folder / "out.csv")]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+def run(folder: Path) -> int:
+    return main(["--profiles", str(folder), "--output", str(folder / "out.csv")])
 
 
-def test_known_laws_are_found_and_suspect_rows_left_out(
-    tmp_path: Path, project_env: dict[str, str]
-) -> None:
+def test_known_laws_are_found_and_suspect_rows_left_out(tmp_path: Path) -> None:
     suspect: list[object] = ["profiles", "qwen_7b", "A100", 1, 4096, 16, 1.0, 999.0, 1]
     write_grids(tmp_path, [*grid("qwen_7b"), suspect])
-    done = run(tmp_path, project_env)
-    assert done.returncode == 0, done.stderr
+    assert run(tmp_path) == 0
     (profile,) = parse((tmp_path / "out.csv").read_text().splitlines())
     assert (profile.gpu, profile.model, profile.licence) == ("A100-80", "Qwen-7B", "Apache-2.0")
     assert profile.prefill.law.constants == pytest.approx(PREFILL.constants, rel=1e-4)
@@ -62,9 +55,10 @@ def test_known_laws_are_found_and_suspect_rows_left_out(
     assert profile.decode.quality.num_points == 12
 
 
-def test_a_bad_fit_is_left_out_and_named(tmp_path: Path, project_env: dict[str, str]) -> None:
+def test_a_bad_fit_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_grids(tmp_path, grid("qwen_7b", prefill_factor=8.0))
-    done = run(tmp_path, project_env)
-    assert done.returncode == 1
-    assert "left out: ('A100-80', 'Qwen-7B', 1): prefill" in done.stderr
+    assert run(tmp_path) == 1
+    assert "left out: ('A100-80', 'Qwen-7B', 1): prefill" in capsys.readouterr().err
     assert parse((tmp_path / "out.csv").read_text().splitlines()) == ()

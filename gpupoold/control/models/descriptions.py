@@ -1,21 +1,33 @@
-"""A model in the registry, in the admin API, in orders for workers, and as latencies. Pure."""
+"""A model in the registry, in the admin API, in orders for workers, and as latencies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from gpupool_state import ModelRow, ProfilePhase, ProfileRow
 from gpupoold.api.schemas_models import AddModelRequest, FoundInfo, ModelInfo
 from gpupoold.checkpoints.check import CheckpointInfo
+from gpupoold.checkpoints.files import read_json
 from gpupoold.checkpoints.parsers import FoundParsers
 from gpupoold.config.schema import Settings
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
 from gpupoold.engine_options.names import with_adapter_support
+from gpupoold.errors import Refused
 from gpupoold.latency.models import LatencyModel, Profile, StoredFit, StoredLatency, SwitchModel
 from gpupoold.wire import messages as m
 from gpupoold.wire.messages import LoadedModel, WorkerReady
+
+# Settings that decide on the times of steps, and keys of config.json that do not.
+_OF_STEPS = ("dtype", "max_model_len", "engine")
+_NOT_OF_STEPS = {
+    "_name_or_path",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "transformers_version",
+}
 
 
 def model_info(
@@ -63,6 +75,33 @@ def is_profiled(row: ModelRow, ready: WorkerReady) -> bool:
         and profile.revision == row.spec.revision
     }
     return {ProfilePhase.PREFILL, ProfilePhase.DECODE} <= known
+
+
+def profiles_of_sibling(
+    row: ModelRow, others: Iterable[ModelRow], ready: WorkerReady
+) -> list[ProfileRow]:
+    """Return the profiles of a model with equal steps on such a device, none if there is none.
+
+    Fine-tunes of one model have the same kernels and shapes: settings and ``config.json`` are equal
+    except for names and token ids. Reads the ``config.json`` of models with equal settings.
+    """
+    for other in others:
+        if is_profiled(other, ready) and _have_equal_steps(row.spec, other.spec):
+            rows = [one for one in other.profiles if one.device == ready.device_name]
+            return [replace(one, revision=row.spec.revision) for one in rows]
+    return []
+
+
+def _have_equal_steps(one: ModelSpec, other: ModelSpec) -> bool:
+    if any(getattr(one, name) != getattr(other, name) for name in _OF_STEPS):
+        return False
+    try:
+        first, second = (read_json(Path(spec.path) / "config.json") for spec in (one, other))
+    except Refused:
+        return False
+    return all(
+        first.get(name) == second.get(name) for name in (first | second).keys() - _NOT_OF_STEPS
+    )
 
 
 def profile_rows(

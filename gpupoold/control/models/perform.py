@@ -17,6 +17,7 @@ from gpupoold.control.models.descriptions import (
     is_profiled,
     latency_model_of,
     profile_rows,
+    profiles_of_sibling,
     to_load,
 )
 from gpupoold.control.models.devices import EngineRoom
@@ -186,10 +187,18 @@ class Performer(ModelPart):
         self._dispatcher.host(targets, loaded.model, costs, worker)
 
     async def _profiling_budget_s(self, name: str, worker: Worker) -> float:
-        """Return the time for profiling: models are profiled once per kind of device."""
-        row = await self._registry.get(name)
-        known = row is None or worker.ready is None or is_profiled(row, worker.ready)
-        return 0.0 if known else _PROFILING_BUDGET_S[worker.device.kind]
+        """Return the time for profiling: models are profiled once per kind of device.
+
+        A fine-tune takes the profile of another fine-tune.
+        """
+        row, ready = await self._registry.get(name), worker.ready
+        if row is None or ready is None or is_profiled(row, ready):
+            return 0.0
+        others = await self._registry.list()
+        if found := await asyncio.to_thread(profiles_of_sibling, row, others, ready):
+            await self._registry.set_profiles(name, found)
+            return 0.0
+        return _PROFILING_BUDGET_S[worker.device.kind]
 
     async def _keep_facts(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
         """Store the facts of a load and the measured profile, if there is one."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
@@ -15,6 +18,7 @@ from gpupoold.control.models.descriptions import (
     latency_on,
     model_info,
     profile_rows,
+    profiles_of_sibling,
 )
 from gpupoold.domain import DeviceFacts, ModelName, ModelSpec, ModelState
 from gpupoold.latency.models import Fit, FitQuality, LinearDecode, PrefillModel, Profile, StoredFit
@@ -101,6 +105,34 @@ def test_only_the_same_circumstances_count() -> None:
     newer = WorkerReady(DeviceFacts(24 << 30, 2 << 20, 2e10), "0.33.0", "NVIDIA A10")
     assert not is_profiled(row, newer)
     assert not is_profiled(replace(row, spec=replace(SPEC, revision="v2")), A10)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "is_sibling"),
+    [
+        ({}, {}, True),
+        ({"eos_token_id": [2, 3], "_name_or_path": "org/b"}, {"revision": "v2"}, True),
+        ({"hidden_size": 512}, {}, False),
+        ({"quantization_config": {"bits": 4}}, {}, False),
+        ({}, {"dtype": "float32"}, False),
+        ({}, {"engine": {"max_num_seqs": "8"}}, False),
+        ({}, {"path": "/nowhere"}, False),
+    ],
+)
+def test_a_fine_tune_takes_the_profile_of_another(
+    tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], is_sibling: bool
+) -> None:
+    base: dict[str, Any] = {"hidden_size": 256, "eos_token_id": 2}
+    for name, content in (("a", base), ("b", base | config)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+    known = measured_on(A10, H100)
+    known = replace(known, spec=replace(SPEC, path=str(tmp_path / "a")))
+    other = {"name": "b", "path": str(tmp_path / "b")} | settings
+    row = replace(ROW, spec=replace(SPEC, **other))
+    taken = replace(row, profiles=tuple(profiles_of_sibling(row, [row, known], H100)))
+    assert is_profiled(taken, H100) == is_sibling
+    assert {one.device for one in taken.profiles} <= {"NVIDIA H100"}
 
 
 _ADAPTER = TypeAdapter(ModelInfo)

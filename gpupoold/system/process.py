@@ -20,7 +20,9 @@ from gpupoold.logs.files import LogLimit
 from gpupoold.units import LineFormatter
 
 OUT_OF_MEMORY_STATUS = 71
-"""Exit status of a worker without memory (``EX_OSERR`` of ``sysexits.h``)."""
+"""Exit status of a worker without memory of the host, or without pages."""
+OUT_OF_DEVICE_MEMORY_STATUS = 72
+"""Exit status of a worker whose GPU has no memory left outside the pages."""
 
 # The OOM killer ranks processes by memory use plus this value, in thousandths of the machine's
 # memory. A worker's death costs a pause, a frontend's death the connections, the daemon's death

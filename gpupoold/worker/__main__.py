@@ -18,6 +18,7 @@ from gpupoold.memory.group.link import RankLost
 from gpupoold.system.activity import WORKER
 from gpupoold.system.process import (
     EMULATED_DEVICE_NICENESS,
+    OUT_OF_DEVICE_MEMORY_STATUS,
     OUT_OF_MEMORY_STATUS,
     WORKER_OOM_SCORE_ADJ,
     as_words,
@@ -34,8 +35,13 @@ from gpupoold.worker.process import GroupChannel, Rank, fork_ranks, set_engine_e
 
 _logger = logging.getLogger("gpupoold.worker")
 
-# The errors of CUDA and of torch's CPU allocator are RuntimeErrors.
-_SAID_BY_TORCH = ("out of memory", "can't allocate memory", "cannot allocate memory")
+# The errors of CUDA and of torch's CPU allocator are RuntimeErrors. CUDA's libraries have a status
+# of their own for a lack of memory.
+_SAID_BY_TORCH = (
+    *("out of memory", "can't allocate memory", "cannot allocate memory"),
+    *("cublas_status_alloc_failed", "cudnn_status_alloc_failed"),
+)
+_PINNING = "cumemhostregister"  # of host memory
 
 
 def main() -> None:
@@ -101,35 +107,39 @@ def _leave(status: int, rank: Rank) -> NoReturn:
 
 
 def _leave_if_out_of_memory(error: Exception, rank: Rank) -> None:
-    if not is_out_of_memory(error):
+    status = memory_status(error)
+    if status is None:
         return
     try:
         _logger.exception("out of memory")
         logging.shutdown()
         rank.followers.kill()
     finally:
-        os._exit(OUT_OF_MEMORY_STATUS)  # also if there was no memory for logging
+        os._exit(status)  # also if there was no memory for logging
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or any cause, is a lack of host memory, device memory or pages."""
+def memory_status(error: BaseException) -> int | None:
+    """Return the exit status if an error, or any cause, is a lack of memory or pages, else None."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
         seen.add(id(one))
-        if _says_so(one):
-            return True
+        if (status := _status_of(one)) is not None:
+            return status
         one = one.__cause__ or one.__context__
-    return False
+    return None
 
 
-def _says_so(error: BaseException) -> bool:
+def _status_of(error: BaseException) -> int | None:
     if isinstance(error, MemoryError | OutOfPages):
-        return True
+        return OUT_OF_MEMORY_STATUS
     if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
+        return OUT_OF_MEMORY_STATUS if error.errno == errno.ENOMEM else None
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(said in text for said in _SAID_BY_TORCH)
+    if not isinstance(error, RuntimeError) or not any(said in text for said in _SAID_BY_TORCH):
+        return None
+    is_of_device = "cuda" in text and _PINNING not in text
+    return OUT_OF_DEVICE_MEMORY_STATUS if is_of_device else OUT_OF_MEMORY_STATUS
 
 
 def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> None:
@@ -189,11 +199,17 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
             version,
             device_name(arguments.device_kind, rank.num_ranks),
             shares_kv_host=bool(host.budget_bytes),
-            reserve_free_bytes=device.free_bytes(),
+            reserve_free_bytes=_reserve_free_bytes(device, arguments.spare_bytes),
         ),
         (host.fd,) if host.budget_bytes else (),
     )
     loop.run()
+
+
+def _reserve_free_bytes(device: Device, spare_bytes: int) -> int | None:
+    """Return the free memory outside the pages without ``spare_bytes``, for all engines."""
+    free_bytes = device.free_bytes()
+    return None if free_bytes is None else max(0, free_bytes - device.num_ranks * spare_bytes)
 
 
 def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
@@ -218,7 +234,7 @@ def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
     return open_device(
         arguments.device_kind,
         arguments.device_bytes,
-        arguments.reserve_bytes,
+        arguments.reserve_bytes + arguments.spare_bytes,
         arguments.page_bytes,
         rank.rank,
         arguments.link_bytes_per_s,
@@ -260,6 +276,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--num-sharing", type=int, default=1, help="workers on the GPU")
     parser.add_argument("--device-bytes", type=int, required=True, help="0: all but the reserve")
     parser.add_argument("--reserve-bytes", type=int, default=0)
+    parser.add_argument("--spare-bytes", type=int, default=0, help="free beside the reserve")
     parser.add_argument("--page-bytes", type=int, default=0)
     parser.add_argument("--link-bytes-per-s", type=int, default=0, help="of an emulated device")
     parser.add_argument("--kv-host-bytes", type=int, required=True)

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from gpupoold.config.schema import Settings
 from gpupoold.control.processes.child import Child
 from gpupoold.system.activity import Activity, ThreadPhase, digest
-from gpupoold.system.process import OUT_OF_MEMORY_STATUS
+from gpupoold.system.process import OUT_OF_DEVICE_MEMORY_STATUS, OUT_OF_MEMORY_STATUS
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import ChannelClosed
 
@@ -415,6 +415,8 @@ def _cause(status: int | None, ended_for: str, *, saw_oom_kill: bool) -> tuple[s
         return "exit status unknown", False
     if status == OUT_OF_MEMORY_STATUS:
         return "out of memory", True
+    if status == OUT_OF_DEVICE_MEMORY_STATUS:
+        return "out of device memory", True
     if status == -signal.SIGKILL and saw_oom_kill:
         return "out of memory: killed by the kernel", True
     if status < 0:

@@ -26,10 +26,16 @@ from gpupoold.domain import Role
 from gpupoold.errors import Failed, error_from_code
 from gpupoold.system.activity import ThreadPhase, create_page, read_page
 from gpupoold.system.nvml import NO_READING, GpuReadings, Reading
-from gpupoold.system.process import as_words
+from gpupoold.system.process import OUT_OF_DEVICE_MEMORY_STATUS, as_words
+from gpupoold.units import format_bytes
 from gpupoold.wire import messages as m
 
 _logger = logging.getLogger(__name__)
+
+# Left free beside the reserve after a first lack of device memory, doubled after each further one
+# up to an eighth of the memory of the pages.
+_FIRST_SPARE_BYTES = 512 << 20
+_SPARE_DIVISOR = 8
 
 Load = asyncio.Future[tuple[m.ModelLoaded, int | None]]
 """The answer to an order to load, with a descriptor of the snapshot; done if nobody waits."""
@@ -60,6 +66,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._is_parking = False
+        self._spare_bytes = 0
 
     @property
     def is_excused(self) -> bool:
@@ -134,7 +141,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         return await Child.start(
             self.name,
             module_of(worker.device),
-            arguments_of(self._settings, worker.number),
+            arguments_of(self._settings, worker.number, self._spare_bytes),
             m.FromWorker,
             self.log_path,
             fd_options={name: fd for name, fd in fds.items() if fd is not None},
@@ -148,10 +155,27 @@ class WorkerProcess(Supervised[m.FromWorker]):
         activities = read_page(self._activity_fd)
         saw_oom_kill = self._oom_kills.is_new()
         death = death_of(status, ended_for, activities, saw_oom_kill=saw_oom_kill)
+        if status == OUT_OF_DEVICE_MEMORY_STATUS and self._spare_more():
+            spare = f"{format_bytes(self._spare_bytes)} stay free beside memory.reserve"
+            death = replace(death, reason=f"{death.reason}; from now on {spare}")
         fault = await self._gpu_readings.fault_of(self._worker.number) if death.is_at_fault else ""
         if not fault:
             return death
         return replace(death, reason=f"{death.reason}; {fault}", is_of_device=True)
+
+    def _spare_more(self) -> bool:
+        """Leave more of each GPU free from the next start on; return False at the limit.
+
+        Other programs took memory, or steps need more than the reserve: with the same pages the
+        next process would end too.
+        """
+        ready, before = self._worker.ready, self._spare_bytes
+        if ready is None:
+            return False
+        most_bytes = ready.facts.device_bytes // self._worker.device.num_gpus // _SPARE_DIVISOR
+        wanted_bytes = max(_FIRST_SPARE_BYTES, 2 * before)
+        self._spare_bytes = max(before, min(wanted_bytes, most_bytes))
+        return self._spare_bytes > before
 
     async def _note_end(self, death: Death) -> bool:
         """Report the end; an end is excused if the worker came up and is not at fault."""
@@ -248,13 +272,17 @@ def module_of(device: DeviceSettings) -> str:
     return "gpupoold.simdevice" if device.kind == "sim" else "gpupoold.worker"
 
 
-def arguments_of(settings: Settings, number: int) -> list[str]:
-    """Return the command-line options of a device's worker."""
+def arguments_of(settings: Settings, number: int, spare_bytes: int = 0) -> list[str]:
+    """Return the command-line options of a device's worker.
+
+    ``spare_bytes`` of each GPU stay free beside the reserve.
+    """
     device = settings.devices[number]
     reserve_bytes = settings.memory.reserve_for(device.kind)
+    kept_bytes = reserve_bytes + spare_bytes
     options: dict[str, object] = {
         "--device": number,
-        "--device-bytes": max(0, (device.memory_bytes or 0) - reserve_bytes),
+        "--device-bytes": max(0, (device.memory_bytes or 0) - kept_bytes),
         "--log-level": settings.log.level,
     }
     if device.kind == "sim":
@@ -268,6 +296,7 @@ def arguments_of(settings: Settings, number: int) -> list[str]:
             "--are-cores-shared": int(_num_computing(settings) > len(os.sched_getaffinity(0))),
             "--gpus": ",".join(map(str, device.gpus)) or "0",
             "--reserve-bytes": reserve_bytes,
+            "--spare-bytes": spare_bytes,
             "--page-bytes": device.page_bytes or 0,
             "--link-bytes-per-s": device.link_bytes_per_s or 0,
             "--kv-host-bytes": settings.memory.kv_host_bytes,

@@ -6,22 +6,29 @@ import errno
 
 import pytest
 
+from gpupoold.memory.cuda.driver import CudaError
 from gpupoold.memory.device import OutOfPages
-from gpupoold.worker.__main__ import is_out_of_memory
+from gpupoold.system.process import OUT_OF_DEVICE_MEMORY_STATUS, OUT_OF_MEMORY_STATUS
+from gpupoold.worker.__main__ import memory_status
+
+HOST, DEVICE = OUT_OF_MEMORY_STATUS, OUT_OF_DEVICE_MEMORY_STATUS
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "status"),
     [
-        MemoryError(),
-        OutOfPages("3 of 4"),
-        OSError(errno.ENOMEM, "Cannot allocate memory"),
-        RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        (MemoryError(), HOST),
+        (OutOfPages("3 of 4"), HOST),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), HOST),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), DEVICE),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `c()`"), DEVICE),
+        (CudaError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"), DEVICE),
+        (CudaError("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"), HOST),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), HOST),
     ],
 )
-def test_they_say_so(error: Exception) -> None:
-    assert is_out_of_memory(error)
+def test_they_say_so(error: Exception, status: int) -> None:
+    assert memory_status(error) == status
 
 
 @pytest.mark.parametrize(
@@ -34,17 +41,17 @@ def test_they_say_so(error: Exception) -> None:
     ],
 )
 def test_others_do_not(error: Exception) -> None:
-    assert not is_out_of_memory(error)
+    assert memory_status(error) is None
 
 
 def test_what_it_came_from_counts() -> None:
     failed = RuntimeError("the step failed")
     failed.__cause__ = MemoryError()
-    assert is_out_of_memory(failed)
+    assert memory_status(failed) == HOST
     looped = ValueError("a")
     looped.__context__ = other = ValueError("b")
     other.__context__ = looped
-    assert not is_out_of_memory(looped)
+    assert memory_status(looped) is None
 
 
 def test_torch_says_it_so() -> None:
@@ -52,5 +59,5 @@ def test_torch_says_it_so() -> None:
     torch = pytest.importorskip("torch", reason="the engine is not installed")
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.int8)
-    assert is_out_of_memory(caught.value)
+    assert memory_status(caught.value) == HOST
     assert issubclass(torch.OutOfMemoryError, RuntimeError)

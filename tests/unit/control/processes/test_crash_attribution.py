@@ -15,7 +15,7 @@ from gpupoold.control.processes.supervised import (
     death_of,
 )
 from gpupoold.system.activity import Activity, ThreadPhase, digest
-from gpupoold.system.process import OUT_OF_MEMORY_STATUS
+from gpupoold.system.process import OUT_OF_DEVICE_MEMORY_STATUS, OUT_OF_MEMORY_STATUS
 
 CRASH = Death("signal 11", True)
 
@@ -33,6 +33,7 @@ CRASH = Death("signal 11", True)
         (-signal.SIGHUP, "signal 1", False),
         (1, "exit status 1", True),
         (OUT_OF_MEMORY_STATUS, "out of memory", True),
+        (OUT_OF_DEVICE_MEMORY_STATUS, "out of device memory", True),
         (0, "exit status 0", False),
         (None, "exit status unknown", False),
     ],

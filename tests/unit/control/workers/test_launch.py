@@ -38,6 +38,9 @@ def test_what_stays_free_is_part_of_a_share() -> None:
         arguments = arguments_of(settings, number)
         assert option(arguments, "--device-bytes") == str(4 << 30)
         assert option(arguments, "--reserve-bytes") == str(2 << 30)
+        smaller = arguments_of(settings, number, 1 << 30)
+        assert option(smaller, "--device-bytes") == str(3 << 30)
+        assert option(smaller, "--spare-bytes") == str(1 << 30)
 
 
 def test_files_with_kv_are_for_engines_only() -> None:

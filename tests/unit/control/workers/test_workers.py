@@ -21,6 +21,7 @@ from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.errors import Failed, TimedOut
 from gpupoold.system.activity import Activity, ActivityPage, ThreadPhase
+from gpupoold.system.process import OUT_OF_DEVICE_MEMORY_STATUS
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import AsyncChannel
 
@@ -34,6 +35,7 @@ class Played:
     pid = 4711
 
     def __init__(self, launch: Launch) -> None:
+        self.arguments = launch.arguments
         fd = launch.fd_options["--wire-fd"]
         self.channel: AsyncChannel[Any] = AsyncChannel(
             socket.socket(fileno=socket.dup(fd)), m.ToWorker
@@ -54,7 +56,7 @@ class Played:
             self.channel.close()
 
     def come_up(self) -> None:
-        self.channel.send(m.WorkerReady(DeviceFacts(1 << 30, 4096, 1e9), "0.32.0"))
+        self.channel.send(m.WorkerReady(DeviceFacts(10 << 30, 4096, 1e9), "0.32.0"))
 
 
 class Rig:
@@ -106,13 +108,18 @@ class Rig:
 
 
 @pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+def device() -> dict[str, object]:
+    return {"kind": "sim", "gpu": "H800"}
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, device: dict[str, object]) -> AsyncIterator[Rig]:
     paths: dict[str, object] = {"model_dirs": []}
     for name in ("state", "runtime", "log", "download"):
         paths[f"{name}_dir"] = tmp_path / name
     limits = {"load_timeout": 0.2, "stop_grace": 0.05}
     settings = Settings.model_validate(
-        {"paths": paths, "device": [{"kind": "sim", "gpu": "H800"}], "limits": limits}
+        {"paths": paths, "device": [device], "limits": limits, "memory": {"kv_host": "1GiB"}}
     )
     settings.paths.log_dir.mkdir()
     made = Rig(settings)
@@ -160,6 +167,22 @@ async def test_a_crash_after_a_fault_of_the_gpu_is_the_devices(rig: Rig) -> None
     assert await rig.dies(1) == Death("exit status 1; GPU 0: Xid 79", True, is_of_device=True)
     (await rig.runs(1)).end(-signal.SIGKILL)
     assert await rig.dies(2) == Death("signal 9", False)
+
+
+@pytest.mark.parametrize("device", [{"kind": "cuda"}])
+async def test_after_a_lack_of_device_memory_more_of_the_gpu_stays_free(rig: Rig) -> None:
+    rig.process._backoff._max_s = 0.0
+    shown = ["512 MiB", "1 GiB", "1.25 GiB"]
+    for number, spare in enumerate(shown):
+        (await rig.runs(number)).end(OUT_OF_DEVICE_MEMORY_STATUS)
+        assert (await rig.dies(number + 1)).reason == (
+            f"out of device memory; from now on {spare} stay free beside memory.reserve"
+        )
+    (await rig.runs(3)).end(OUT_OF_DEVICE_MEMORY_STATUS)
+    assert (await rig.dies(4)).reason == "out of device memory"
+    played = await rig.runs(4)
+    told = played.arguments[played.arguments.index("--spare-bytes") + 1]
+    assert told == str(5 << 28)
 
 
 async def test_calls_have_a_limit(rig: Rig) -> None:

@@ -298,6 +298,8 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (_MEMORY, "vllm.model_executor.model_loader.default_loader.DefaultModelLoader", "load_weights"),
     (_DIVISION, "vllm.distributed.parallel_state.GroupCoordinator", "world_size"),
     (_DIVISION, "vllm.config.ModelConfig", "verify_with_parallel_config"),
+    (_MEMORY, "vllm.config.VllmConfig", "compute_hash"),
+    (_MEMORY, "vllm.config.ModelConfig", "model hf_config trust_remote_code"),
 )
 
 # (file, name): the code is compared.
@@ -312,6 +314,10 @@ _SOURCES: tuple[tuple[str, str], ...] = (
         _MEMORY,
         "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce.custom_all_reduce",
     ),
+    # The names of compiled code, in which the layout's digest takes the place of the path.
+    (_MEMORY, "vllm.config.VllmConfig.compute_hash"),
+    (_MEMORY, "vllm.config.ModelConfig.compute_hash"),
+    (_MEMORY, "vllm.compilation.caching.aot_compile_hash_factors"),
     # The blocks' states are followed through this queue, which sees every change.
     (_ENGINE, "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue"),
     (_ENGINE, "vllm.v1.core.block_pool.BlockPool.touch"),

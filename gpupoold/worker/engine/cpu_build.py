@@ -168,7 +168,8 @@ def _first_forward(
     *arguments: Any,
     **options: Any,
 ) -> torch.Tensor:
-    del layer.forward  # the class's own from now on
+    if not torch.compiler.is_compiling():  # compiled code contains the check, which takes no time
+        del layer.forward  # the class's own from now on
     for what, tensor, heads, size in (
         ("queries", query, layer.num_heads, layer.head_size),
         ("keys", key, layer.num_kv_heads, layer.head_size),
@@ -180,5 +181,5 @@ def _first_forward(
                 f"token, config.json says {heads} heads of {size}",
                 "correct the numbers of heads in config.json, as in the original model",
             )
-    result: torch.Tensor = layer.forward(query, key, value, *arguments, **options)
+    result: torch.Tensor = type(layer).forward(layer, query, key, value, *arguments, **options)
     return result

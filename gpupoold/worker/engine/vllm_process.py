@@ -6,6 +6,7 @@ The process groups are made once per process, for every kind of model.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import os
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
-from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import rotary_embedding
@@ -47,6 +48,9 @@ _Compute = Callable[[Any, torch.Tensor, dict[str, int]], dict[str, Any]]
 _SHARED_MEMORY = Path("/dev/shm")
 
 _init_method = ""
+
+_layout_digests: dict[str, str] = {}  # by path of the checkpoint
+_vllm_hash = VllmConfig.compute_hash
 
 
 def distributed_init_method() -> str:
@@ -193,6 +197,27 @@ def forget_compiled(model: nn.Module) -> None:
             module.cleanup()
 
 
+def share_compiled_code(path: str, layout_digest: str) -> None:
+    """Let the model at ``path`` use compiled code of models of equal configuration and layout.
+
+    vLLM finds compiled code by a hash that contains the path of the checkpoint, so that each
+    fine-tune would be compiled anew. Weights are inputs of the code. The layout's digest replaces
+    the path: the digest covers shapes, fractions and host tensors of modules, which may be
+    constants of the code. vLLM's classes may come from the checkpoint: then the path stays.
+    """
+    _layout_digests[path] = layout_digest
+    setattr(VllmConfig, "compute_hash", _family_hash)  # noqa: B010
+
+
+def _family_hash(config: VllmConfig, *arguments: Any, **options: Any) -> str:
+    model = config.model_config
+    has_own_code = model.trust_remote_code and hasattr(model.hf_config, "auto_map")
+    if model.model in _layout_digests and not has_own_code:
+        config, model = copy.copy(config), copy.copy(model)
+        config.model_config, model.model = model, _layout_digests[model.model]
+    return _vllm_hash(config, *arguments, **options)
+
+
 def start_load(*, skips_checkpoint: bool) -> None:
     """Prepare this process for building another engine."""
     use_load_threads()
@@ -219,6 +244,7 @@ class PooledMemory:
     """A mixin before vLLM's worker that replaces the three allocations of device memory."""
 
     model_runner: Any
+    model_config: ModelConfig
     local_rank: int
     distributed_init_method: str
     gates: LayerGates | None = None
@@ -237,6 +263,8 @@ class PooledMemory:
             super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
         with load.stages.during(LoadStage.SNAPSHOT):
             load.take_weights(whole_model(self.model_runner))
+        assert load.layout is not None
+        share_compiled_code(self.model_config.model, load.layout.digest)
 
     def determine_available_memory(self) -> int:
         """Return the KV budget of a model alone on the device: all memory without the weights."""

@@ -70,13 +70,13 @@ class CudaDriver:
     """Driver calls on one device's primary context, by NVIDIA's ``cuda-bindings``.
 
     Handles, addresses and streams are ints. Every method raises :class:`CudaError`. Copies and
-    fills are asynchronous.
+    fills are asynchronous. ``sleep`` waits for seconds between attempts.
 
     Raises:
         Failed: the package is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         try:
             from cuda.bindings import driver
         except ImportError as error:
@@ -90,6 +90,7 @@ class CudaDriver:
         self._access: Any = None
         self._attributes: Any = None
         self._has_waited = False
+        self._sleep = sleep
 
     def open(self, device_index: int) -> None:
         """Retain the device's primary context, which torch uses, and make it current in this
@@ -268,7 +269,7 @@ class CudaDriver:
                 if not self._has_waited:
                     _logger.warning("%s; calls are repeated, and further waits not logged", error)
                     self._has_waited = True
-                time.sleep(min(_MOST_WAIT_S, 0.001 * 2**attempt))
+                self._sleep(min(_MOST_WAIT_S, 0.001 * 2**attempt))
             else:
                 return
 

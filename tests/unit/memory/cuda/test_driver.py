@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-import time
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -33,15 +32,9 @@ class Status(IntEnum):
 class TestMappingsThatAreNotReady:
     """As under WSL."""
 
-    @pytest.fixture
-    def waits_s(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        found: list[float] = []
-        monkeypatch.setattr(time, "sleep", found.append)
-        return found
-
     @staticmethod
-    def driver_of(*answers: Status) -> CudaDriver:
-        """The last answer is given from then on."""
+    def driver_of(*answers: Status) -> tuple[CudaDriver, list[float]]:
+        """The driver, and its waits; the last answer is given from then on."""
         left = list(answers)
 
         def call(*arguments: object) -> tuple[Status]:
@@ -51,14 +44,13 @@ class TestMappingsThatAreNotReady:
         driver._driver = SimpleNamespace(
             cuMemMap=call, cuMemSetAccess=call, cuGetErrorString=lambda status: (0, b"no")
         )
-        driver._access, driver._has_waited = None, False
-        return driver
+        waits_s: list[float] = []
+        driver._access, driver._has_waited, driver._sleep = None, False, waits_s.append
+        return driver, waits_s
 
-    def test_are_tried_again_and_logged_once(
-        self, waits_s: list[float], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_are_tried_again_and_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
         no, yes = Status.CUDA_ERROR_NOT_READY, Status.CUDA_SUCCESS
-        driver = self.driver_of(no, no, yes, no, yes)
+        driver, waits_s = self.driver_of(no, no, yes, no, yes)
         with caplog.at_level(logging.WARNING):
             CudaDriver.map(driver, 0, 1, 2)
             CudaDriver.allow_access(driver, 0, 1)
@@ -66,17 +58,19 @@ class TestMappingsThatAreNotReady:
         assert caplog.text.count("cuMemMap failed: CUDA_ERROR_NOT_READY") == 1
         assert "cuMemSetAccess" not in caplog.text
 
-    def test_are_given_up_after_two_seconds(self, waits_s: list[float]) -> None:
+    def test_are_given_up_after_two_seconds(self) -> None:
+        driver, waits_s = self.driver_of(Status.CUDA_ERROR_NOT_READY)
         with pytest.raises(
             CudaError, match=r"^cuMemSetAccess failed: CUDA_ERROR_NOT_READY"
         ) as caught:
-            CudaDriver.allow_access(self.driver_of(Status.CUDA_ERROR_NOT_READY), 0, 1)
+            CudaDriver.allow_access(driver, 0, 1)
         assert "memory.reserve" in caught.value.__notes__[0]
         assert 1.9 < sum(waits_s) < 2.1
 
-    def test_other_errors_are_raised_at_once(self, waits_s: list[float]) -> None:
+    def test_other_errors_are_raised_at_once(self) -> None:
+        driver, waits_s = self.driver_of(Status.CUDA_ERROR_INVALID_VALUE)
         with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
-            CudaDriver.map(self.driver_of(Status.CUDA_ERROR_INVALID_VALUE), 0, 1, 2)
+            CudaDriver.map(driver, 0, 1, 2)
         assert waits_s == []
 
 

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 _CPU_BLOCK_TOKENS = 32
 # Defaults that several engines on one GPU can afford: the sequences of a GPU of 32 GB or more,
 # which has so many bytes of pages beside the reserve, and bytes for each sequence of a smaller GPU.
-# An A10 has 64 sequences; beside an 8B model in 16 bits there is KV for 600 tokens of each.
+# An A10 has 64 sequences; beside an 8B model in 16 bits there is KV for 600 tokens of each. Small
+# models on a small share of a GPU have the fewest.
 _CUDA_SEQUENCES = 256
 _LARGE_BYTES = 28 << 30
 _BYTES_PER_SEQUENCE = 256 << 20
+_FEWEST_SEQUENCES = 16
 _MAX_CAPTURED_TOKENS = 512
 # Options that decide which batches have CUDA graphs.
 _CAPTURES = (
@@ -234,7 +236,7 @@ def _cuda_defaults(given: Mapping[str, Any], page_bytes: int) -> dict[str, Any]:
     A small GPU has graphs for powers of two only, 7 in place of 35; other batches are padded.
     """
     is_large = page_bytes >= _LARGE_BYTES
-    fitting = max(1, page_bytes // _BYTES_PER_SEQUENCE)
+    fitting = max(_FEWEST_SEQUENCES, page_bytes // _BYTES_PER_SEQUENCE)
     default = _CUDA_SEQUENCES if is_large else 1 << (fitting.bit_length() - 1)
     num_sequences = int(given.get("max_num_seqs") or default)
     if any(name in given for name in _CAPTURES):

@@ -36,7 +36,7 @@ def test_batches_of_engines_that_share_a_gpu(
     [
         (20.0, {}, {"max_num_seqs": 64, "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}),
         (5.5, {}, {"max_num_seqs": 16, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}),
-        (0.1, {}, {"max_num_seqs": 1, "cudagraph_capture_sizes": [1]}),
+        (0.1, {}, {"max_num_seqs": 16, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}),
         (
             20.0,
             {"max_num_seqs": 20},

@@ -205,7 +205,7 @@ async def test_a_model_in_flight_is_never_dropped(
 async def test_a_request_waits_until_there_is_room(
     daemon: PrivateDaemon, api: AsyncOpenAI, expected: dict[str, Answer]
 ) -> None:
-    busy = [Background(api, name, PROMPT, 400) for name in (LLAMA, QWEN2)]
+    busy = [Background(api, name, PROMPT, 200) for name in (LLAMA, QWEN2)]
     for stream in busy:
         await stream.started()
     waiting = asyncio.create_task(ask(api, QWEN3, PROMPT))

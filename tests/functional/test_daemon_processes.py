@@ -43,7 +43,7 @@ from tests.functional.daemon_tools import (
 from tests.functional.terminal import Terminal
 from tests.support.programs import run_daemon
 
-STOP_GRACE_S = 3.0
+STOP_GRACE_S = 1.5
 GRACE_S = 15.0
 
 
@@ -185,12 +185,12 @@ class TestDaemon:
     ) -> None:
         processes = descendants(daemon)
         async with api_client(daemon.http_url) as api:
-            expected = await ask(api, QWEN2, "interrupted", 100)
+            expected = await ask(api, QWEN2, "interrupted", 48)
             # More than the seconds that open streams are given.
-            endless = [Background(api, LLAMA, f"endless {i}", LONG) for i in range(8)]
+            endless = [Background(api, LLAMA, f"endless {i}", LONG) for i in range(4)]
             for stream in endless:
                 await stream.started()
-            short = Background(api, QWEN2, "interrupted", 100)
+            short = Background(api, QWEN2, "interrupted", 48)
             await short.started()
             request = {"name": "late", "source": str(tiny_models[QWEN3]), **LOAD_OPTIONS}
             with (

@@ -34,7 +34,7 @@ from tests.functional.daemon_tools import (
 from tests.functional.fleet_box import LocalFleet, local_fleet
 from tests.unit.checkpoints.fake_hub import run_hub
 
-NUM_TOKENS = 240
+NUM_TOKENS = 120
 NUM_STREAMS = 4
 
 

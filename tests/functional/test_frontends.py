@@ -165,8 +165,8 @@ async def test_crash_leaves_a_python_traceback(pool: PrivateDaemon) -> None:
 async def test_only_the_streams_of_the_one_that_dies_end(pool: PrivateDaemon) -> None:
     async with api_client(pool.http_url) as first, api_client(pool.http_url) as second:
         with only_frontend(pool, 1):
-            alone = await ask(second, LLAMA, PROMPT, LONG)
-            stays = Background(second, LLAMA, PROMPT)
+            alone = await ask(second, LLAMA, PROMPT, 300)
+            stays = Background(second, LLAMA, PROMPT, 300)
             await stays.started()
         with only_frontend(pool, 0):
             ends = Background(first, LLAMA, PROMPT)
@@ -234,7 +234,7 @@ async def test_one_step_s_outputs_are_divided(pool: PrivateDaemon) -> None:
 
     async def logprobs(api: AsyncOpenAI) -> list[float]:
         done = await api.completions.create(
-            model=LLAMA, prompt=PROMPT, max_tokens=200, temperature=0, logprobs=1
+            model=LLAMA, prompt=PROMPT, max_tokens=100, temperature=0, logprobs=1
         )
         found = done.choices[0].logprobs
         assert found is not None
@@ -247,7 +247,7 @@ async def test_one_step_s_outputs_are_divided(pool: PrivateDaemon) -> None:
                 await ask(api, LLAMA, PROMPT, 1)  # this is the connection from now on
         asked = [logprobs(api) for api in (first, second) for _ in range(2)]
         answers = await asyncio.gather(*asked)
-    assert [len(one) for one in answers] == [200] * 4
+    assert [len(one) for one in answers] == [100] * 4
     for one in answers[1:]:
         assert one == pytest.approx(answers[0], abs=1e-3)
 

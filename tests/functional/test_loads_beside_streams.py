@@ -20,7 +20,7 @@ from tests.functional.worker_peer import WorkerPeer, encode_request
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PROMPTS = {"one": list(range(5, 95)), "two": list(range(40, 61))}
-NUM_TOKENS = 300
+NUM_TOKENS = 150
 SHORT_TOKENS = 24
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import logging
 import os
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import certifi
 import pytest
@@ -25,6 +28,8 @@ SOURCE_ROOTS = [str(ROOT / name) for name in (".", "cli", "tui", "state")]
 # A bundle's packages may be on the path by it alone (docs/internals/gpu.md).
 PYTHON_PATH = os.pathsep.join(filter(None, (*SOURCE_ROOTS, os.environ.get("PYTHONPATH"))))
 _SLOW_TIMEOUT_S = 900
+_FUNCTIONAL = ROOT / "tests" / "functional"
+IMPORT_SERVER = "gpupool_import_server"
 
 
 # No test depends on the speed of the machine.
@@ -81,6 +86,30 @@ def _trust_one_certificate() -> None:
         written.write_text(one + end)
         written.replace(kept)
     os.environ["SSL_CERT_FILE"] = str(kept)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of xdist the address of the import server that all of these share."""
+    if _may_have_functional_tests(node.config):
+        node.workerinput[IMPORT_SERVER] = _shared_import_server()
+
+
+def _may_have_functional_tests(config: pytest.Config) -> bool:
+    asked = [config.invocation_params.dir / word.partition("::")[0] for word in config.args]
+    return not config.option.keyword and any(
+        one.is_relative_to(_FUNCTIONAL) or _FUNCTIONAL.is_relative_to(one) for one in asked
+    )
+
+
+@cache
+def _shared_import_server() -> str:
+    """Run an import server until this process ends: vLLM is imported beside the collection."""
+    from tests.functional.import_server import import_server
+
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(import_server())
 
 
 @pytest.fixture(autouse=True)

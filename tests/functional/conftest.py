@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
-from gpupoold.config.schema import parse_settings
-from gpupoold.control.workers.worker import engine_environment
+from tests.conftest import IMPORT_SERVER
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -25,11 +25,10 @@ from tests.functional.daemon_tools import (
     until,
     weight_bytes,
 )
-from tests.functional.import_server import ADDRESS, import_server
+from tests.functional.import_server import ADDRESS, IMPORTED, import_server
 from tests.functional.known_latency import prepare_state
 from tests.support.programs import start_daemon
 
-IMPORTED = Path(__file__).parent / "imported"
 MAX_REQUEST_ROWS = 60
 _POOL_CONFIG = """
 [memory]
@@ -41,14 +40,14 @@ max_requests = {max_requests}
 
 
 @pytest.fixture(scope="session", autouse=True)
-def imports() -> Iterator[None]:
+def imports(request: pytest.FixtureRequest) -> Iterator[None]:
     """vLLM imported once for the daemons of all tests, see ``import_server.py``."""
-    settings = parse_settings({"device": [{"kind": "emulated"}]}, "test")
-    with pytest.MonkeyPatch.context() as patch:
+    shared = getattr(request.config, "workerinput", {}).get(IMPORT_SERVER)
+    server = contextlib.nullcontext(shared) if shared else import_server()
+    with pytest.MonkeyPatch.context() as patch, server as address:
         patch.syspath_prepend(IMPORTED)
-        with import_server(engine_environment(settings)) as address:
-            patch.setenv(ADDRESS, address)
-            yield
+        patch.setenv(ADDRESS, address)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,12 +13,15 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 from gpupoold.system.process import die_with_parent, raise_file_limit, show_as
 from tests.support.forks import ForkedProcess, ForkOrder, fork_server, import_path, loading, serve
 
+IMPORTED = Path(__file__).parent / "imported"
 ADDRESS = "GPUPOOL_TEST_IMPORT_SERVER"
 PROXY = "proxy of process"
 _FORK_SERVER = "gpupoold.system.fork_server"
@@ -26,7 +29,7 @@ _FORK_SERVER = "gpupoold.system.fork_server"
 # Three are set by frontends and workers, each to another value, and for simulated devices
 # to the value that the CPU build has anyway.
 _MAY_DIFFER = (
-    *("PYTEST_", "GPUPOOL_", "PYTHONPATH", "PWD"),
+    *("PYTEST_", "GPUPOOL_", "PYTHONPATH", "PWD", "COLUMNS", "LINES"),
     *("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_TARGET_DEVICE"),
     # An engine in the test's process has set these; an engine in the fork sets the same.
     *("LD_PRELOAD", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"),
@@ -41,12 +44,18 @@ _PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.process"]
 _LOG_LEVEL = "info"
 
 
-def import_server(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[str]:
-    """Run an import server; yield its address.
+@contextlib.contextmanager
+def import_server() -> Iterator[str]:
+    """Run an import server; yield its address."""
+    from gpupoold.config.schema import parse_settings
+    from gpupoold.control.workers.worker import engine_environment
 
-    ``environment`` is what a daemon adds to its own.
-    """
-    return fork_server(["tests.functional.import_server"], environment)
+    # What a daemon adds to its own environment.
+    added = engine_environment(parse_settings({"device": [{"kind": "emulated"}]}, "test"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(IMPORTED)
+        with fork_server(["tests.functional.import_server"], added) as address:
+            yield address
 
 
 # In the process that would import vLLM

@@ -166,10 +166,11 @@ async def relayed(
             num += bool(passed)
             if num >= cut:
                 break
+        if relay.is_complete:
+            break  # a busy frontend puts more tokens into an event
         continues = bool(relay.outputs())
         sent = relay.continuation(body) if continues else body
-        if cut < 1 << 30:
-            relay.begin_again()
+        relay.begin_again()
     assert relay.is_complete
     return text
 

@@ -295,7 +295,11 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (_SCHEDULER, "vllm.v1.worker.gpu_input_batch.InputBatch", "vocab_size"),
     (_SCHEDULER, "vllm.v1.sample.sampler.Sampler", "topk_topp_sampler"),
     *((_MEMORY, runner, "get_kv_cache_spec capture_model") for runner in _RUNNERS),
-    (_MEMORY, "vllm.model_executor.model_loader.default_loader.DefaultModelLoader", "load_weights"),
+    (
+        _MEMORY,
+        "vllm.model_executor.model_loader.default_loader.DefaultModelLoader",
+        "load_weights get_all_weights",
+    ),
     (_DIVISION, "vllm.distributed.parallel_state.GroupCoordinator", "world_size"),
     (_DIVISION, "vllm.config.ModelConfig", "verify_with_parallel_config"),
     (_MEMORY, "vllm.config.VllmConfig", "compute_hash"),

@@ -37,6 +37,7 @@ from gpupoold.worker.threads import HEAP, use_load_threads
 from gpupoold.worker.weights.loading import (
     LoadStage,
     current_load,
+    read_ahead,
     register_snapshot_format,
 )
 
@@ -259,7 +260,8 @@ class PooledMemory:
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load as vLLM does, then move the weights into the model's address range."""
         load = current_load()
-        with load.stages.during_calls(LoadStage.READ, DefaultModelLoader, "load_weights"):
+        during_calls = load.stages.during_calls
+        with during_calls(LoadStage.READ, DefaultModelLoader, "load_weights"), _reading_ahead():
             super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
         with load.stages.during(LoadStage.SNAPSHOT):
             load.take_weights(whole_model(self.model_runner))
@@ -300,6 +302,21 @@ class PooledMemory:
         if tag == "kv_cache":
             return current_load().kv_allocation()
         return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _reading_ahead() -> Iterator[None]:
+    """Let threads read checkpoints ahead of vLLM's thread inside the context."""
+    all_weights = DefaultModelLoader.get_all_weights
+
+    def read_by_threads(*arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return read_ahead(all_weights(*arguments))
+
+    setattr(DefaultModelLoader, "get_all_weights", read_by_threads)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(DefaultModelLoader, "get_all_weights", all_weights)  # noqa: B010
 
 
 def bound_logprobs() -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +35,7 @@ from gpupoold.checkpoints.survey import estimate_weight_bytes, model_dtype_bits
 from gpupoold.domain import LoadStages
 from gpupoold.engine_options.names import max_rank, num_slots
 from gpupoold.errors import Refused, ServerError
+from gpupoold.memory import libc
 from gpupoold.memory.device import AddressRange, Device, PagePool, PageRun
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.kv_extents import in_whole_extents
@@ -53,6 +57,11 @@ from gpupoold.worker.weights.tensors import (
 _PIECE_BYTES = 32 << 20
 
 _current: list[ModelLoad] = []
+
+# Threads that read a checkpoint, the bytes that each reads at a time, and all together ahead.
+_NUM_READERS = 4
+_READ_BYTES = 16 << 20
+_AHEAD_BYTES = 512 << 20
 
 # Memory beyond the weights, besides the device's ``load_slack_bytes``.
 _SLACK_SHARE = 0.1
@@ -144,6 +153,40 @@ class StageClock:
         now_s, field = self._clock(), f"{self.stage.name.lower()}_s"
         setattr(self._stages, field, getattr(self._stages, field) + now_s - self._since_s)
         self.stage, self._since_s = stage, now_s
+
+
+def read_ahead(
+    weights: Iterable[tuple[str, torch.Tensor]], num_bytes: int = _AHEAD_BYTES
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of mapped files while threads read up to ``num_bytes`` of the next ones.
+
+    vLLM's thread would wait for the disk at each page in turn. The threads of vLLM's
+    ``enable_multithread_load`` only map the files.
+    """
+    waiting: deque[tuple[tuple[str, torch.Tensor], list[Future[None]]]] = deque()
+    num_ahead = 0
+    with ThreadPoolExecutor(_NUM_READERS, "read") as threads:
+        for item in weights:
+            _, tensor = item
+            end = tensor.data_ptr() + (tensor.nbytes if tensor.device.type == "cpu" else 0)
+            pieces = range(tensor.data_ptr(), end, _READ_BYTES)
+            waiting.append((item, [threads.submit(_populate, one, end) for one in pieces]))
+            num_ahead += tensor.nbytes
+            while num_ahead > num_bytes:
+                item, reads = waiting.popleft()
+                num_ahead -= item[1].nbytes
+                wait(reads)
+                yield item
+        for item, reads in waiting:
+            wait(reads)
+            yield item
+
+
+def _populate(address: int, end: int) -> None:
+    """Read a piece of a mapped file; a failure shows when vLLM reads the tensor."""
+    start = address - address % mmap.PAGESIZE
+    with contextlib.suppress(OSError):  # also of a kernel before 5.14
+        libc.madvise(start, min(address + _READ_BYTES, end) - start, libc.MADV_POPULATE_READ)
 
 
 class WeightSource(NamedTuple):

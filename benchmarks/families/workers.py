@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from benchmarks.families.family import Family
 from benchmarks.families.prompts import Prompt, decoded_features
@@ -160,9 +161,8 @@ class FamilyWorker(WorkerPeer):
 
     def kill(self, rank: int = 0) -> None:
         """End the process of a rank with SIGKILL; the others end by themselves."""
-        followers = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        pids = [self.process.pid, *map(int, followers.read_text().split())]
-        os.kill(pids[rank], signal.SIGKILL)
+        leader = psutil.Process(self.process.pid)
+        [leader, *leader.children()][rank].kill()
         self.process.wait()
         self.forget()
 

@@ -34,6 +34,7 @@ from tests.functional.daemon_tools import (
     usage,
     weight_bytes,
 )
+from tests.functional.known_latency import prepare_state
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +81,9 @@ def box(
     paths = {name: tiny_models[name] for name in (LLAMA, QWEN2)}
     paths |= {name: tiny_pooling_models[name] for name in POOLING}
     half = sum(map(weight_bytes, paths.values())) // 2
-    with private_daemon(emulated_config(half), tmp_path_factory.mktemp("box")) as daemon:
+    folder = tmp_path_factory.mktemp("box")
+    prepare_state(folder / "state", profiled=QWEN3)
+    with private_daemon(emulated_config(half), folder) as daemon:
         for name, path in paths.items():
             options = LOAD_OPTIONS if name in (LLAMA, QWEN2) else {"dtype": "float32"}
             daemon.add_model(name, path, **options)

@@ -10,6 +10,7 @@ from gpupool_state import ModelRow, ProfilePhase, ProfileRow
 from gpupoold.api.schemas_models import AddModelRequest, FoundInfo, ModelInfo
 from gpupoold.checkpoints.check import CheckpointInfo
 from gpupoold.checkpoints.files import read_json
+from gpupoold.checkpoints.layout import MODULES_FILE
 from gpupoold.checkpoints.parsers import FoundParsers
 from gpupoold.config.schema import Settings
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
@@ -83,7 +84,8 @@ def profiles_of_sibling(
     """Return the profiles of a model with equal steps on such a device, none if there is none.
 
     Fine-tunes of one model have the same kernels and shapes: settings and ``config.json`` are equal
-    except for names and token ids. Reads the ``config.json`` of models with equal settings.
+    except for names and token ids, and both or none have modules that pool. Reads files of models
+    with equal settings.
     """
     for other in others:
         if is_profiled(other, ready) and _have_equal_steps(row.spec, other.spec):
@@ -98,6 +100,8 @@ def _have_equal_steps(one: ModelSpec, other: ModelSpec) -> bool:
     try:
         first, second = (read_json(Path(spec.path) / "config.json") for spec in (one, other))
     except Refused:
+        return False
+    if len({(Path(spec.path) / MODULES_FILE).exists() for spec in (one, other)}) > 1:
         return False
     return all(
         first.get(name) == second.get(name) for name in (first | second).keys() - _NOT_OF_STEPS

@@ -133,6 +133,8 @@ def test_a_fine_tune_takes_the_profile_of_another(
     taken = replace(row, profiles=tuple(profiles_of_sibling(row, [row, known], H100)))
     assert is_profiled(taken, H100) == is_sibling
     assert {one.device for one in taken.profiles} <= {"NVIDIA H100"}
+    (tmp_path / "b" / "modules.json").write_text("[]")  # a model that embeds
+    assert not profiles_of_sibling(row, [known], H100)
 
 
 _ADAPTER = TypeAdapter(ModelInfo)

@@ -16,6 +16,7 @@ import platform
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from mmap import PAGESIZE
 from pathlib import Path
 
 from gpupoold.system.kernel_memory import create_sealed_memfd, memory_room_bytes
@@ -66,6 +67,7 @@ def _libc() -> ctypes.CDLL:
     libc.mremap.restype = pointer
     libc.mremap.argtypes = [pointer, size, size, integer, pointer]
     libc.madvise.argtypes = [pointer, size, integer]
+    libc.mincore.argtypes = [pointer, size, pointer]
     libc.syscall.restype = ctypes.c_long
     libc.memcpy.argtypes = [pointer, pointer, size]
     libc.memset.argtypes = [pointer, integer, size]
@@ -103,6 +105,18 @@ def move_pages(source: int, target: int, num_bytes: int) -> None:
     result: int | None = _libc().mremap(source, num_bytes, num_bytes, flags, target)
     if result != target:
         raise _error(f"mremap of {num_bytes} bytes")
+
+
+def is_untouched(address: int, num_bytes: int) -> bool:
+    """Return whether the whole pages inside private memory were never used; False without any."""
+    start = -(-address // PAGESIZE) * PAGESIZE
+    num_pages = (address + num_bytes - start) // PAGESIZE
+    if num_pages <= 0:
+        return False
+    is_present = ctypes.create_string_buffer(num_pages)
+    if _libc().mincore(start, num_pages * PAGESIZE, is_present) != 0:
+        raise _error(f"mincore of {num_bytes} bytes")
+    return not any(is_present.raw)
 
 
 def memcpy(target: int, source: int, num_bytes: int) -> None:

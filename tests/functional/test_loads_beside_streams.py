@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from gpupoold.domain import ModelName
 from gpupoold.wire import messages as m
@@ -22,15 +24,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS = {"one": list(range(5, 95)), "two": list(range(40, 61))}
 NUM_TOKENS = 150
 SHORT_TOKENS = 24
+# The weights of a mixture of experts are not read in place: the load borrows pages.
+KINDS = {"streams": "tiny-llama", "other": "tiny-qwen3", "borrower": "tiny-mixtral"}
 
 
 @pytest.fixture(scope="module")
 def alone(tiny_models: dict[str, Path]) -> dict[str, list[int]]:
     """The tokens of the requests in vLLM without gpupool; of ``other`` from the other model."""
-    paths = {"streams": tiny_models["tiny-llama"], "other": tiny_models["tiny-qwen3"]}
+    paths = {name: tiny_models[kind] for name, kind in KINDS.items()}
     engines = EngineSet(paths)
     asked = {name: ("streams", prompt, NUM_TOKENS) for name, prompt in PROMPTS.items()}
-    asked["other"] = ("other", PROMPTS["two"], SHORT_TOKENS)
+    asked |= {name: (name, PROMPTS["two"], SHORT_TOKENS) for name in ("other", "borrower")}
     tokens: dict[str, list[int]] = {}
     for request_id, (model, prompt, num_tokens) in asked.items():
         frames = encode_request(request_id, prompt, max_tokens=num_tokens, ignore_eos=True)
@@ -149,7 +153,7 @@ def small_card(card: WorkerPeer) -> Iterator[WorkerPeer]:
     """The device with that model alone before and after a test."""
     yield card
     card.call("check_integrity")
-    unload(card, "other")
+    unload(card, "borrower")
     card.tokens.clear()
     card.ended.clear()
 
@@ -162,7 +166,7 @@ def test_live_requests_survive_a_load_that_takes_their_pages(
     peer.ask("streams", "one", PROMPTS["one"], max_tokens=NUM_TOKENS, ignore_eos=True)
     while not peer.tokens["one"]:
         peer.pump(1.0)
-    send_load(peer, "other", tiny_models["tiny-qwen3"])
+    send_load(peer, "borrower", tiny_models["tiny-mixtral"])
     wait_loading(peer)
     peer.ask("streams", "two", PROMPTS["two"], max_tokens=NUM_TOKENS, ignore_eos=True)
     peer.wait(m.ModelLoaded, 120.0)
@@ -179,20 +183,48 @@ def test_a_load_gets_the_pages_of_models_on_a_small_card(
     peer = small_card
     if not is_idle:
         peer.ask("streams", "one", PROMPTS["one"], max_tokens=NUM_TOKENS, ignore_eos=True)
-    peer.load("other", tiny_models["tiny-qwen3"], max_model_len=MAX_MODEL_LEN, timeout_s=120.0)
-    assert ask_other(peer) == alone["other"]
+    path = tiny_models["tiny-mixtral"]
+    peer.load("borrower", path, max_model_len=MAX_MODEL_LEN, timeout_s=120.0)
+    assert ask_other(peer, "borrower") == alone["borrower"]
     if not is_idle:
         peer.run_until_ended("one")
         assert peer.tokens["one"] == alone["one"]
+
+
+@pytest.mark.parametrize("kind", ["tiny-qwen3", "tiny-mixtral"])
+def test_weights_that_are_read_in_place_take_no_pages(
+    card: WorkerPeer, tiny_models: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """A load that fails while it reads leaves the pages of an idle model, or has taken them."""
+    num_bytes = card.ready.facts.device_bytes
+    is_short = num_bytes < 2 * weight_bytes(tiny_models["tiny-llama"])
+    shutil.copytree(tiny_models[kind], tmp_path / kind)
+    weights = load_file(tmp_path / kind / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / kind / "model.safetensors")
+    ask_other(card, "streams")
+    assert missing_bytes(card, "streams") == 0
+    send_load(card, "broken", tmp_path / kind)
+    assert "lacks tensors: model.norm.weight" in card.wait(m.ModelFailed).message
+    assert (missing_bytes(card, "streams") > 0) == (is_short and kind == "tiny-mixtral")
+
+
+def missing_bytes(peer: WorkerPeer, model: str) -> int:
+    """Bytes of the weights that are not on the device, in the next status."""
+    peer.status = None
+    while peer.status is None:
+        peer.pump(1.0)
+    [found] = [one for one in peer.status.models if one.model == model]
+    return found.weights_total_bytes - found.weights_resident_bytes
 
 
 def num_tokens(peer: WorkerPeer, ids: list[str]) -> int:
     return sum(len(peer.tokens[request_id]) for request_id in ids)
 
 
-def ask_other(peer: WorkerPeer) -> list[int]:
-    request_id = f"other-{uuid.uuid4()}"
-    peer.ask("other", request_id, PROMPTS["two"], max_tokens=SHORT_TOKENS, ignore_eos=True)
+def ask_other(peer: WorkerPeer, model: str = "other") -> list[int]:
+    request_id = f"{model}-{uuid.uuid4()}"
+    peer.ask(model, request_id, PROMPTS["two"], max_tokens=SHORT_TOKENS, ignore_eos=True)
     peer.run_until_ended(request_id)
     return peer.tokens[request_id]
 

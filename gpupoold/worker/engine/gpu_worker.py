@@ -14,7 +14,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from gpupoold.worker.engine.vllm_process import PooledMemory, between_captures
 from gpupoold.worker.threads import TurnThread, use_step_threads
-from gpupoold.worker.weights.loading import LoadStage, current_load
+from gpupoold.worker.weights.loading import current_load
+from gpupoold.worker.weights.stages import LoadStage
 
 
 class CudaWorker(PooledMemory, Worker):
@@ -25,7 +26,7 @@ class CudaWorker(PooledMemory, Worker):
     """
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load, move the weights into the address range and make the weights resident."""
+        """Load, move the weights into the address range and make them resident if necessary."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         use_step_threads()
         with current_load().stages.during(LoadStage.SNAPSHOT):
@@ -48,8 +49,11 @@ class CudaWorker(PooledMemory, Worker):
         given and measures nothing.
         """
         self.cache_config.kv_cache_memory_bytes = super().determine_available_memory()
-        with current_load().stages.during(LoadStage.COMPILE), self._running_alone():
-            return int(Worker.determine_available_memory(self))
+        load = current_load()
+        with load.stages.during(LoadStage.COMPILE), load.weight_scratch(), self._running_alone():
+            num_bytes = int(Worker.determine_available_memory(self))
+            torch.cuda.synchronize()
+        return num_bytes
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up and capture graphs with every KV block readable and writable.
@@ -61,6 +65,7 @@ class CudaWorker(PooledMemory, Worker):
             load.stages.during(LoadStage.COMPILE),
             load.stages.during_calls(LoadStage.CAPTURE, self.model_runner, "capture_model"),
             load.kv_scratch(),
+            load.weight_scratch(),
             self._running_alone(),
         ):
             times = super().compile_or_warm_up_model()

@@ -34,12 +34,8 @@ from gpupoold.worker.engine.configuration import parallel_arguments
 from gpupoold.worker.engine.layer_gates import LayerGates
 from gpupoold.worker.process import set_group_environment
 from gpupoold.worker.threads import HEAP, use_load_threads
-from gpupoold.worker.weights.loading import (
-    LoadStage,
-    current_load,
-    read_ahead,
-    register_snapshot_format,
-)
+from gpupoold.worker.weights.loading import current_load, register_snapshot_format
+from gpupoold.worker.weights.stages import LoadStage
 
 MAX_ROWS = 128
 """Prompt tokens of a request whose logits exist at one time."""
@@ -246,6 +242,7 @@ class PooledMemory:
 
     model_runner: Any
     model_config: ModelConfig
+    vllm_config: VllmConfig
     local_rank: int
     distributed_init_method: str
     gates: LayerGates | None = None
@@ -260,8 +257,8 @@ class PooledMemory:
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load as vLLM does, then move the weights into the model's address range."""
         load = current_load()
-        during_calls = load.stages.during_calls
-        with during_calls(LoadStage.READ, DefaultModelLoader, "load_weights"), _reading_ahead():
+        reads = load.stages.during_calls(LoadStage.READ, DefaultModelLoader, "load_weights")
+        with reads, load.reading(self.vllm_config):
             super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
         with load.stages.during(LoadStage.SNAPSHOT):
             load.take_weights(whole_model(self.model_runner))
@@ -302,21 +299,6 @@ class PooledMemory:
         if tag == "kv_cache":
             return current_load().kv_allocation()
         return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _reading_ahead() -> Iterator[None]:
-    """Let threads read checkpoints ahead of vLLM's thread inside the context."""
-    all_weights = DefaultModelLoader.get_all_weights
-
-    def read_by_threads(*arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return read_ahead(all_weights(*arguments))
-
-    setattr(DefaultModelLoader, "get_all_weights", read_by_threads)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(DefaultModelLoader, "get_all_weights", all_weights)  # noqa: B010
 
 
 def bound_logprobs() -> None:

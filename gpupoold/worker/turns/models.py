@@ -30,14 +30,9 @@ from gpupoold.worker.profiling import profile
 from gpupoold.worker.threads import HEAP, TurnThread
 from gpupoold.worker.turns.requests import RequestLedger
 from gpupoold.worker.turns.self_check import SelfChecks, first_self_check, is_same_answer
-from gpupoold.worker.weights.loading import (
-    LoadStage,
-    ModelLoad,
-    StageClock,
-    WeightSource,
-    pages_for_torch,
-)
+from gpupoold.worker.weights.loading import ModelLoad, WeightSource, pages_for_torch
 from gpupoold.worker.weights.rank_loads import LeaderLoad, LoadLinks
+from gpupoold.worker.weights.stages import LoadStage, StageClock
 
 _logger = logging.getLogger(__name__)
 

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import mmap
-import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from enum import StrEnum
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -32,10 +27,8 @@ from gpupoold.checkpoints.adapter_check import estimate_slot_bytes
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.files import TensorEntry, read_tensors
 from gpupoold.checkpoints.survey import estimate_weight_bytes, model_dtype_bits
-from gpupoold.domain import LoadStages
 from gpupoold.engine_options.names import max_rank, num_slots
 from gpupoold.errors import Refused, ServerError
-from gpupoold.memory import libc
 from gpupoold.memory.device import AddressRange, Device, PagePool, PageRun
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.kv_extents import in_whole_extents
@@ -45,12 +38,22 @@ from gpupoold.units import format_bytes
 from gpupoold.wire.messages import ModelToLoad
 from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.weights import tensors
+from gpupoold.worker.weights.reading import (
+    at_host,
+    creating,
+    is_plain,
+    may_be_in_place,
+    reading_ahead,
+)
+from gpupoold.worker.weights.stages import LoadStage, StageClock
 from gpupoold.worker.weights.tensors import (
     WeightLayout,
     copy_out,
+    host_bytes,
     plan_layout,
     plan_slots,
     relocate,
+    replace_storages,
 )
 
 # Bytes that the turn thread copies between two steps.
@@ -58,15 +61,12 @@ _PIECE_BYTES = 32 << 20
 
 _current: list[ModelLoad] = []
 
-# Threads that read a checkpoint, the bytes that each reads at a time, and all together ahead.
-_NUM_READERS = 4
-_READ_BYTES = 16 << 20
-_AHEAD_BYTES = 512 << 20
-
 # Memory beyond the weights, besides the device's ``load_slack_bytes``.
 _SLACK_SHARE = 0.1
 
 SNAPSHOT_FORMAT = "gpupool-snapshot"
+# Formats whose tensors vLLM copies into the parameters.
+_CHECKPOINTS = ("auto", "safetensors")
 
 # Scales of quantized KV. vLLM also stores the scales as floats, which no snapshot contains. Without
 # scales in the checkpoint, the initial values remain.
@@ -92,101 +92,6 @@ def current_load() -> ModelLoad:
 
 class StaleSnapshot(ServerError):
     """The snapshot does not belong to the model as loaded now."""
-
-
-class LoadStage(StrEnum):
-    """The stages of a load, named as the fields of ``LoadStages``; "the worker ..."."""
-
-    BUILD = "builds the engine"
-    READ = "reads the weights"
-    SNAPSHOT = "makes the snapshot"
-    COMPILE = "compiles"
-    CAPTURE = "captures graphs"
-    CHECK = "runs the self-check"
-    PROFILE = "times steps"
-
-
-class StageClock:
-    """The present stage of a load, which any thread may read, and the time of each stage."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` returns seconds."""
-        self.stage = LoadStage.BUILD
-        self._clock = clock
-        self._since_s = clock()
-        self._stages = LoadStages()
-
-    @contextlib.contextmanager
-    def during(self, stage: LoadStage) -> Iterator[None]:
-        """Count the time inside the context for ``stage`` alone, not for the stage around."""
-        around = self.stage
-        self._enter(stage)
-        try:
-            yield
-        finally:
-            self._enter(around)
-
-    @contextlib.contextmanager
-    def during_calls(self, stage: LoadStage, owner: Any, name: str) -> Iterator[None]:
-        """Count the time of calls of ``owner``'s function ``name`` inside the context."""
-        function, was_own = getattr(owner, name), name in vars(owner)
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            with self.during(stage):
-                return function(*arguments, **options)
-
-        setattr(owner, name, timed)
-        try:
-            yield
-        finally:
-            if was_own:
-                setattr(owner, name, function)
-            else:
-                delattr(owner, name)
-
-    def so_far(self) -> LoadStages:
-        """Return the time of each stage until now."""
-        self._enter(self.stage)
-        return self._stages
-
-    def _enter(self, stage: LoadStage) -> None:
-        now_s, field = self._clock(), f"{self.stage.name.lower()}_s"
-        setattr(self._stages, field, getattr(self._stages, field) + now_s - self._since_s)
-        self.stage, self._since_s = stage, now_s
-
-
-def read_ahead(
-    weights: Iterable[tuple[str, torch.Tensor]], num_bytes: int = _AHEAD_BYTES
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of mapped files while threads read up to ``num_bytes`` of the next ones.
-
-    vLLM's thread would wait for the disk at each page in turn. The threads of vLLM's
-    ``enable_multithread_load`` only map the files.
-    """
-    waiting: deque[tuple[tuple[str, torch.Tensor], list[Future[None]]]] = deque()
-    num_ahead = 0
-    with ThreadPoolExecutor(_NUM_READERS, "read") as threads:
-        for item in weights:
-            _, tensor = item
-            end = tensor.data_ptr() + (tensor.nbytes if tensor.device.type == "cpu" else 0)
-            pieces = range(tensor.data_ptr(), end, _READ_BYTES)
-            waiting.append((item, [threads.submit(_populate, one, end) for one in pieces]))
-            num_ahead += tensor.nbytes
-            while num_ahead > num_bytes:
-                item, reads = waiting.popleft()
-                num_ahead -= item[1].nbytes
-                wait(reads)
-                yield item
-        for item, reads in waiting:
-            wait(reads)
-            yield item
-
-
-def _populate(address: int, end: int) -> None:
-    """Read a piece of a mapped file; a failure shows when vLLM reads the tensor."""
-    start = address - address % mmap.PAGESIZE
-    with contextlib.suppress(OSError):  # also of a kernel before 5.14
-        libc.madvise(start, min(address + _READ_BYTES, end) - start, libc.MADV_POPULATE_READ)
 
 
 class WeightSource(NamedTuple):
@@ -238,16 +143,25 @@ class ModelLoad:
         self._release = TorchRelease(device, pool)
         self.weights: WeightMemory | None = None
         self.kv_address_range: AddressRange | None = None
+        self._weight_range: AddressRange | None = None
         self.layout: WeightLayout | None = None
         self.slot_bytes = 0
         self._num_weight_pages = 0
+        self._in_place: frozenset[int] = frozenset()
+        """The host addresses of the parameters that vLLM reads straight into the snapshot."""
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the parameters are in the snapshot before vLLM reads the checkpoint."""
+        return bool(self._in_place)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Make this load the present load inside the context; free its memory after an error."""
         _current.append(self)
         try:
-            self.turns.call(self._release_pages)
+            if self.device.num_ranks > 1:  # before other ranks begin
+                self.turns.call(self._release_pages)
             yield
         except BaseException as error:
             self.turns.call(self._give_back)
@@ -256,13 +170,58 @@ class ModelLoad:
         finally:
             _current.pop()
 
+    @contextlib.contextmanager
+    def reading(self, config: VllmConfig) -> Iterator[None]:
+        """Let vLLM load a model inside the context: in the snapshot, or in torch's memory.
+
+        Memory for torch is taken from the other models' pages.
+        """
+        formats = (SNAPSHOT_FORMAT,) if self.skips_checkpoint else _CHECKPOINTS
+        is_unread = self.skips_checkpoint or self._snapshot is None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(reading_ahead())
+            if is_unread and may_be_in_place(config, *formats):
+                stack.enter_context(creating(config, self._place))
+            elif self.device.num_ranks == 1:
+                self.turns.call(self._release_pages)
+            yield
+
+    def _place(self, model: torch.nn.Module) -> None:
+        """Make the parameters of a model without weights views of the snapshot."""
+        on_host = [one for one in model.parameters() if one.device.type == "cpu"]
+        if not is_plain(model):
+            self.turns.call(self._release_pages)
+            if not self.device.is_host_addressable:
+                replace_storages(on_host, _in_torch)
+            return
+        made = replace_storages(on_host, self._as_on_device)
+        layout = plan_layout(model)
+        num_pages = -(-layout.num_bytes // self.device.page_bytes)
+        self._check_fits(layout.num_bytes, num_pages)
+        if self._snapshot is None:
+            with self.stages.during(LoadStage.SNAPSHOT):
+                self._snapshot = self._buffer("snapshot", num_pages)
+        elif self._snapshot.num_bytes < layout.num_bytes:
+            raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
+        first = self._snapshot.address
+        sources = {one.data_ptr(): one for one in made}
+
+        def place(storage: torch.UntypedStorage) -> torch.Tensor:
+            address = first + layout.offsets[storage.data_ptr()]
+            if self.skips_checkpoint:
+                return host_bytes(address, storage.nbytes())
+            return at_host(address, sources[storage.data_ptr()])
+
+        replace_storages(on_host, place)
+        self._in_place = frozenset(map(_address, on_host))
+
     def take_weights(self, model: torch.nn.Module) -> None:
         """Move a loaded model's weights into the address range, through the host snapshot.
 
         The weights are not resident afterwards; the first switch loads the weights.
         """
         slots = plan_slots(model)
-        layout = self._agree(plan_layout(model), slots)
+        layout = self._agree(self._plan(model), slots)
         page_bytes = self.device.page_bytes
         num_pages = -(-layout.num_bytes // page_bytes)
         num_slot_pages = -(-slots.num_bytes // page_bytes)
@@ -283,7 +242,7 @@ class ModelLoad:
                 own.close()
             raise
         if is_new:  # after pinning: GPU copies to unpinned memory are ten times slower
-            copy_out(layout, snapshot.address, self.device)
+            copy_out(layout, snapshot.address, self.device, self._in_place)
         relocate(layout, address_range.address, self.device)
         if own is not None:
             copy_out(slots, own.address, self.device)
@@ -291,12 +250,37 @@ class ModelLoad:
         self._reclaim()
         self._placed()
 
+    def _plan(self, model: torch.nn.Module) -> WeightLayout:
+        """Return the layout of a loaded model, whose parameters may be in the snapshot."""
+        if not self._in_place:
+            return plan_layout(model)
+        assert self._snapshot is not None
+        first = self._snapshot.address
+        parameters = [one for one in model.parameters() if _address(one) in self._in_place]
+        replace_storages(parameters, self._as_on_device)
+        layout = plan_layout(model)
+        if all(layout.offsets.get(one) == one - first for one in self._in_place):
+            return layout
+        if self.skips_checkpoint:
+            raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
+        self.turns.call(self._release_pages)
+        replace_storages(parameters, _in_torch)
+        self._snapshot.close()
+        self._snapshot, self._in_place = None, frozenset()
+        return plan_layout(model)
+
+    def _as_on_device(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the bytes of a storage as if they were on the device, where a plan finds them."""
+        return tensors.over(self.device, storage.data_ptr(), storage.nbytes())
+
     def bring_weights(self) -> None:
-        """Make the weights resident, for phases of the load that compute.
+        """Make the weights resident for phases of the load that compute, unless read in place.
 
         Raises:
             OutOfPages: other models have the memory.
         """
+        if self.is_in_place:
+            return
         assert self.weights is not None
         num_pages = max(1, _PIECE_BYTES // self.device.page_bytes)
         while missing := self.weights.num_missing_pages:
@@ -309,7 +293,21 @@ class ModelLoad:
         Warm-up and graph capture access many blocks, and the content does not matter: one page is
         mapped at every page of the address range.
         """
-        address_range = self.kv_address_range
+        with self._scratch(self.kv_address_range):
+            yield
+
+    @contextlib.contextmanager
+    def weight_scratch(self) -> Iterator[None]:
+        """Make weights that were read in place accessible inside the context, as zeros.
+
+        The load computes there to compile, to tune kernels and to capture graphs, for which the
+        values do not matter, so no pages are taken from other models.
+        """
+        with self._scratch(self._weight_range if self.is_in_place else None):
+            yield
+
+    @contextlib.contextmanager
+    def _scratch(self, address_range: AddressRange | None) -> Iterator[None]:
         if address_range is None:
             yield
             return
@@ -369,12 +367,15 @@ class ModelLoad:
     ) -> None:
         """Own the memory of the weights from now on."""
         self.weights = WeightMemory(address_range, self.device, snapshot, own)
+        self._weight_range = address_range
 
     def _placed(self) -> None:
         """Handle that the weights are views of the address range."""
 
     def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
-        """Return the snapshot, and whether it is new and still empty."""
+        """Return the snapshot, and whether it is new and has no more than the parameters."""
+        if self._snapshot is not None and self.is_in_place and not self.skips_checkpoint:
+            return self._snapshot, True
         if self._snapshot is not None and self._snapshot_digest == layout.digest:
             return self._snapshot, False
         if self.skips_checkpoint:
@@ -432,6 +433,17 @@ class _KvAllocation(TorchFunctionMode):
         if is_buffer and len(args) == 1 and isinstance(args[0], int):
             return self._load.make_kv(args[0])
         return func(*args, **options)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _in_torch(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a copy of host memory in torch's memory on the device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = host_bytes(storage.data_ptr(), storage.nbytes())
+    return torch.empty(storage.nbytes(), dtype=torch.int8, device=device).copy_(source)
 
 
 def pages_for_torch(model: ModelToLoad, device: Device, snapshot_bytes: int = 0) -> int:
@@ -533,7 +545,12 @@ class _SnapshotLoader(BaseModelLoader):
         """Do nothing: the snapshot replaces the checkpoint."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Fill all weights with zeros, so that post-processing meets no accidental infinities."""
+        """Fill all weights with zeros, so that post-processing meets no accidental infinities.
+
+        Weights that are in the snapshot stay.
+        """
+        if current_load().is_in_place:
+            return
         folder = Path(model_config.model)
         if type(model).__module__.startswith(_BACKEND):
             loads: Any = model  # as every model of vLLM does

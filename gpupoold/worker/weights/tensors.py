@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -184,9 +184,17 @@ def _layer_ends(layout: WeightLayout, order: NeedOrder) -> tuple[int, ...]:
     return tuple(accumulate(ends, max))
 
 
-def copy_out(layout: WeightLayout, snapshot_address: int, device: Device) -> None:
-    """Write the snapshot: each storage at its offset in host memory pinned by ``device``."""
-    done: set[int] = set()
+def copy_out(
+    layout: WeightLayout,
+    snapshot_address: int,
+    device: Device,
+    written: Collection[int] = (),
+) -> None:
+    """Write the snapshot: each storage at its offset in host memory pinned by ``device``.
+
+    The storages at the addresses ``written`` are in the snapshot already.
+    """
+    done = set(written)
     for tensor in layout.tensors:
         storage = tensor.untyped_storage()
         if storage.data_ptr() in done:
@@ -207,9 +215,30 @@ def relocate(layout: WeightLayout, address: int, device: Device) -> None:
     for tensor in layout.tensors:
         storage = tensor.untyped_storage()
         start = layout.offsets[storage.data_ptr()]
-        flat = address_range[start : start + storage.nbytes()].view(tensor.dtype)
-        offset = int(flat.storage_offset() + tensor.storage_offset())
-        tensor.data = flat.as_strided(tensor.shape, tensor.stride(), offset)
+        _view(tensor, address_range[start : start + storage.nbytes()])
+
+
+def replace_storages(
+    tensors: Iterable[torch.Tensor], place: Callable[[torch.UntypedStorage], torch.Tensor]
+) -> list[torch.UntypedStorage]:
+    """Give tensors other storages; return the storages that they had.
+
+    ``place`` returns the bytes that take the place of a storage.
+    """
+    made: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in made:
+            made[address] = storage, place(storage)
+        _view(tensor, made[address][1])
+    return [storage for storage, _ in made.values()]
+
+
+def _view(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    typed = flat.view(tensor.dtype)
+    offset = int(typed.storage_offset() + tensor.storage_offset())
+    tensor.data = typed.as_strided(tensor.shape, tensor.stride(), offset)
 
 
 def _named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

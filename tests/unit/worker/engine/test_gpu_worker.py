@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 
 from gpupoold.worker.engine import gpu_worker as worker  # noqa: E402
 from gpupoold.worker.threads import TurnThread  # noqa: E402
-from gpupoold.worker.weights.loading import StageClock  # noqa: E402
+from gpupoold.worker.weights.stages import StageClock  # noqa: E402
 
 
 def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,9 +37,15 @@ def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.M
 
         @contextlib.contextmanager
         def kv_scratch(self) -> Iterator[None]:
-            done.append("mapped")
+            done.append("KV")
             yield
-            done.append("unmapped")
+            done.append("no KV")
+
+        @contextlib.contextmanager
+        def weight_scratch(self) -> Iterator[None]:
+            done.append("weights are zeros")
+            yield
+            done.append("no weights")
 
     def warm_up(_: Worker) -> str:
         done.append("warm-up")
@@ -51,7 +57,8 @@ def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.M
     made = worker.CudaWorker.__new__(worker.CudaWorker)
     made.model_runner = Runner([])
     assert made.compile_or_warm_up_model() == "times"
-    assert done == ["mapped", "warm-up", "device idle", "unmapped"]
+    assert done[:3] == ["KV", "weights are zeros", "warm-up"]
+    assert done[3:] == ["device idle", "no weights", "no KV"]
 
 
 def test_steps_run_between_the_captures_of_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +67,7 @@ def test_steps_run_between_the_captures_of_two_sizes(monkeypatch: pytest.MonkeyP
     runner, turns = Runner(order), TurnThread()
 
     class Load:
-        kv_scratch = contextlib.nullcontext
+        kv_scratch = weight_scratch = contextlib.nullcontext
         stages = StageClock()
 
     load = Load()

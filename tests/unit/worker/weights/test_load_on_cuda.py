@@ -6,6 +6,8 @@ import ctypes
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -179,8 +181,11 @@ class TestModelLoad:
     def test_a_failed_load_ends_its_loan(
         self, device: CudaDevice, pool: PagePool, driver: FakeCuda
     ) -> None:
+        config: Any = SimpleNamespace(load_config=SimpleNamespace(load_format="mistral"))
+        load = ModelLoad("model", device, pool, num_released_pages=9)
+
         def build() -> None:
-            with ModelLoad("model", device, pool, num_released_pages=9).active():
+            with load.active(), load.reading(config):
                 assert driver.free_bytes == 9 * PAGE
                 raise ValueError("broken")
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="the engine is not installed")
 
 from gpupoold.domain import LoadStages
-from gpupoold.worker.weights.loading import LoadStage, StageClock
+from gpupoold.worker.weights.stages import LoadStage, StageClock
 
 
 class Reader:

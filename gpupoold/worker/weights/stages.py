@@ -1,0 +1,72 @@
+"""The stages of a load, and their times."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import Any
+
+from gpupoold.domain import LoadStages
+
+
+class LoadStage(StrEnum):
+    """The stages of a load, named as the fields of ``LoadStages``; "the worker ..."."""
+
+    BUILD = "builds the engine"
+    READ = "reads the weights"
+    SNAPSHOT = "makes the snapshot"
+    COMPILE = "compiles"
+    CAPTURE = "captures graphs"
+    CHECK = "runs the self-check"
+    PROFILE = "times steps"
+
+
+class StageClock:
+    """The present stage of a load, which any thread may read, and the time of each stage."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock`` returns seconds."""
+        self.stage = LoadStage.BUILD
+        self._clock = clock
+        self._since_s = clock()
+        self._stages = LoadStages()
+
+    @contextlib.contextmanager
+    def during(self, stage: LoadStage) -> Iterator[None]:
+        """Count the time inside the context for ``stage`` alone, not for the stage around."""
+        around = self.stage
+        self._enter(stage)
+        try:
+            yield
+        finally:
+            self._enter(around)
+
+    @contextlib.contextmanager
+    def during_calls(self, stage: LoadStage, owner: Any, name: str) -> Iterator[None]:
+        """Count the time of calls of ``owner``'s function ``name`` inside the context."""
+        function, was_own = getattr(owner, name), name in vars(owner)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self.during(stage):
+                return function(*arguments, **options)
+
+        setattr(owner, name, timed)
+        try:
+            yield
+        finally:
+            if was_own:
+                setattr(owner, name, function)
+            else:
+                delattr(owner, name)
+
+    def so_far(self) -> LoadStages:
+        """Return the time of each stage until now."""
+        self._enter(self.stage)
+        return self._stages
+
+    def _enter(self, stage: LoadStage) -> None:
+        now_s, field = self._clock(), f"{self.stage.name.lower()}_s"
+        setattr(self._stages, field, getattr(self._stages, field) + now_s - self._since_s)
+        self.stage, self._since_s = stage, now_s

@@ -15,7 +15,8 @@ from gpupool_cli.options import JsonOption, complete_model_name, duration_s, ope
 from gpupool_cli.output import Column, columns, duration_text, size_text
 from gpupoold.api.schemas import BatchInfo, UseInfo
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
-from gpupoold.domain import SWITCH_STAGES, DeviceUse, Event, RequestRecord, RequestStages, Switch
+from gpupoold.domain import SWITCH_STAGES, DeviceUse, Event, RequestRecord, Switch
+from gpupoold.durations import RequestStages
 from gpupoold.errors import UsageError
 from gpupoold.units import format_duration, format_energy
 

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gpupoold.domain import Lateness
+from gpupoold.durations import Lateness
 from gpupoold.errors import UsageError
 from gpupoold.units import clean, format_bytes, format_duration, without_controls
 

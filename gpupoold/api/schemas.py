@@ -15,12 +15,12 @@ from gpupoold.domain import (
     Event,
     Folder,
     LargestTransfer,
-    LoadStages,
     MainCounts,
     MemoryUse,
     Percentiles,
     UseCounts,
 )
+from gpupoold.durations import LoadStages
 from gpupoold.units import checked_pace
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]

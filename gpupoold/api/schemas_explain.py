@@ -7,16 +7,8 @@ from dataclasses import dataclass, field
 from pydantic import Field
 
 from gpupoold.api.schemas import Body, LiveProgress, LoadingInfo
-from gpupoold.domain import (
-    Event,
-    Lateness,
-    MemoryUse,
-    Percentiles,
-    RequestCounts,
-    RequestRecord,
-    RequestStages,
-    Turns,
-)
+from gpupoold.domain import Event, MemoryUse, Percentiles, RequestCounts, RequestRecord, Turns
+from gpupoold.durations import Lateness, RequestStages
 
 
 @dataclass

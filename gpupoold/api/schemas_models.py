@@ -8,14 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gpupoold.api.schemas import MAX_DEVICES, AdditionInfo, Body, ErrorBody, ModelUsage, PaceText
-from gpupoold.domain import (
-    DEFAULT_TBT_S,
-    DEFAULT_TTFT_S,
-    AdapterInfo,
-    LoadStages,
-    ModelDescription,
-    Targets,
-)
+from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, AdapterInfo, ModelDescription, Targets
+from gpupoold.durations import LoadStages
 from gpupoold.latency.models import StoredLatency
 from gpupoold.units import format_bytes, format_duration
 

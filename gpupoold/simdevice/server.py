@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpupoold.domain import DeviceActivity, LoadStages, Targets
+from gpupoold.domain import DeviceActivity, Targets
+from gpupoold.durations import LoadStages
 from gpupoold.errors import GpupoolError, NoSuchModel, Refused
 from gpupoold.sim.live import SimLive
 from gpupoold.sim.workloads import SimRequest

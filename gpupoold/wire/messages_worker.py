@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from gpupoold.domain import DeviceActivity, DeviceFacts, LoadStages, Priority
+from gpupoold.domain import DeviceActivity, DeviceFacts, Priority
+from gpupoold.durations import LoadStages
 from gpupoold.latency.models import Profile
 from gpupoold.wire.records import (
     DraftCounts,

@@ -103,7 +103,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request with a first token: its device, and the stages of the time until the token.
 
-    ``switching_s`` includes the time of KV; see :class:`gpupoold.domain.RequestStages`.
+    ``switching_s`` includes the time of KV; see :class:`gpupoold.durations.RequestStages`.
     """
 
     request_id: str

@@ -14,18 +14,8 @@ from operator import attrgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from gpupool_state.db import Database, Value
-from gpupoold.domain import (
-    DeviceId,
-    DeviceUse,
-    Event,
-    EventLevel,
-    Lateness,
-    RequestRecord,
-    RequestStages,
-    Switch,
-    TimedCounts,
-    UseCounts,
-)
+from gpupoold.domain import DeviceId, DeviceUse, Event, EventLevel, RequestRecord, Switch, UseCounts
+from gpupoold.durations import Lateness, RequestStages, TimedCounts
 from gpupoold.errors import Failed
 from gpupoold.event_kinds import EventKind
 

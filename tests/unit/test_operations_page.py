@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from gpupool_state.history import MINUTES
-from gpupoold.domain import Lateness, RequestStages
+from gpupoold.durations import Lateness, RequestStages
 from gpupoold.scheduling.wait_estimate import Standing
 from tests.conftest import ROOT
 

@@ -14,14 +14,8 @@ from typing import Self
 
 from gpupool_state import History, MinuteRow
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.domain import (
-    COUNT_NAMES,
-    SWITCH_STAGES,
-    FinishReason,
-    Percentiles,
-    Switch,
-    TimedCounts,
-)
+from gpupoold.domain import COUNT_NAMES, SWITCH_STAGES, FinishReason, Percentiles, Switch
+from gpupoold.durations import TimedCounts
 from gpupoold.errors import Failed
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import DraftCounts

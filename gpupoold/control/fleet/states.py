@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from gpupoold.control.processes.supervised import Death
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
-from gpupoold.domain import LoadStages
+from gpupoold.durations import LoadStages
 from gpupoold.scheduling.state import IllegalTransition
 from gpupoold.wire.messages import EngineMemory
 

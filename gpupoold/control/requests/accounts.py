@@ -12,7 +12,8 @@ from gpupoold.control.access import Keyring
 from gpupoold.control.accounting.meters import Meters, TurnLog, UsageMeter
 from gpupoold.control.accounting.model_stats import ModelStats, SwitchStats
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
-from gpupoold.domain import DeviceId, FinishReason, Lateness, ModelName, RequestStages
+from gpupoold.domain import DeviceId, FinishReason, ModelName
+from gpupoold.durations import Lateness, RequestStages
 from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.stats.histogram import Histogram, percentile
 from gpupoold.wire import messages as m

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from gpupoold.domain import LoadStages
+from gpupoold.durations import LoadStages
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.latency.models import Profile
 from gpupoold.memory.device import Device, PagePool

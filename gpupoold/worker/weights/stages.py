@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any
 
-from gpupoold.domain import LoadStages
+from gpupoold.durations import LoadStages
 
 
 class LoadStage(StrEnum):

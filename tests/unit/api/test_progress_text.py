@@ -11,7 +11,7 @@ from gpupoold.api.schemas_models import (
     speed_text,
     stage_text,
 )
-from gpupoold.domain import LoadStages
+from gpupoold.durations import LoadStages
 
 GIB = 2**30
 

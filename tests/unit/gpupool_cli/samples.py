@@ -23,7 +23,8 @@ from gpupoold.api.schemas import (
     TurnInfo,
 )
 from gpupoold.api.schemas_models import ModelInfo
-from gpupoold.domain import Event, Folder, LoadStages, ModelName, Switch
+from gpupoold.domain import Event, Folder, ModelName, Switch
+from gpupoold.durations import LoadStages
 from gpupoold.latency.models import StoredFit, StoredLatency
 
 GIB = 1024**3

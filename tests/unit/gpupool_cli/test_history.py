@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 
 from gpupool_cli import output
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo
-from gpupoold.domain import DeviceUse, Lateness, RequestRecord, RequestStages
+from gpupoold.domain import DeviceUse, RequestRecord
+from gpupoold.durations import Lateness, RequestStages
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon

@@ -26,6 +26,7 @@ def test_importing_the_package_loads_nothing_else() -> None:
         "gpupoold",
         "gpupoold.api_keys",
         "gpupoold.domain",
+        "gpupoold.durations",
         "gpupoold.event_kinds",
         "gpupoold.files",
         "gpupoold.errors",

@@ -10,7 +10,8 @@ import pytest_asyncio
 
 from gpupool_state import DATABASE_NAME, Database, History
 from gpupoold.control.accounting.model_stats import Minutes, ModelStats, minutes_of
-from gpupoold.domain import FinishReason, Lateness, RequestStages
+from gpupoold.domain import FinishReason
+from gpupoold.durations import Lateness, RequestStages
 from tests.unit.control.live import live_request
 
 pytestmark = pytest.mark.asyncio

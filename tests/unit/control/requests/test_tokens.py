@@ -12,7 +12,8 @@ from hypothesis import given, strategies as st
 from gpupoold.control.accounting.model_stats import Counts, ModelStats
 from gpupoold.control.live_requests import LiveRequests
 from gpupoold.control.requests.accounts import Accounts
-from gpupoold.domain import RequestStages, Targets
+from gpupoold.domain import Targets
+from gpupoold.durations import RequestStages
 from gpupoold.scheduling.events import DeviceUp, Turn
 from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.wire import messages as m

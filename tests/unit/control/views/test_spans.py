@@ -8,7 +8,8 @@ from gpupool_state import MinuteRow
 from gpupoold.control.accounting.model_stats import Counts
 from gpupoold.control.views.bodies import ModelSums, Spans, span_s
 from gpupoold.control.views.explain import advice, main_cause
-from gpupoold.domain import Lateness, RequestStages, Targets
+from gpupoold.domain import Targets
+from gpupoold.durations import Lateness, RequestStages
 from gpupoold.stats.histogram import Histogram
 
 TARGETS = Targets(2.0, 0.1)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 
-from gpupoold.domain import LoadStages
+from gpupoold.durations import LoadStages
 from gpupoold.worker.weights.stages import LoadStage, StageClock
 
 

@@ -189,16 +189,18 @@ class ModelLoad:
     def _place(self, model: torch.nn.Module) -> None:
         """Make the parameters of a model without weights views of the snapshot."""
         on_host = [one for one in model.parameters() if one.device.type == "cpu"]
-        if not is_plain(model):
+        num_bytes = sum(one.nbytes for one in model.parameters())
+        # A model that is too large is refused when the files agree with its configuration.
+        is_large = num_bytes >= self.device.num_pages * self.device.page_bytes
+        if is_large or not is_plain(model):
             self.turns.call(self._release_pages)
             if not self.device.is_host_addressable:
                 replace_storages(on_host, _in_torch)
             return
         made = replace_storages(on_host, self._as_on_device)
         layout = plan_layout(model)
-        num_pages = -(-layout.num_bytes // self.device.page_bytes)
-        self._check_fits(layout.num_bytes, num_pages)
         if self._snapshot is None:
+            num_pages = -(-layout.num_bytes // self.device.page_bytes)
             with self.stages.during(LoadStage.SNAPSHOT):
                 self._snapshot = self._buffer("snapshot", num_pages)
         elif self._snapshot.num_bytes < layout.num_bytes:

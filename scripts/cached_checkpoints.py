@@ -1,4 +1,7 @@
-"""Checkpoints for tests, made once by a child process and kept below ``build/``."""
+"""Checkpoints for tests, made once by a child process and kept below ``build/``.
+
+python -m scripts.cached_checkpoints    # the trained checkpoint
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def _made_by(module: str, files: list[Path], env: Mapping[str, str] | None) -> d
     """Return the folders that a module prints, by name; ``files`` is the module's code.
 
     They are made again when the code changes. A child process makes them, so that the caller does
-    not load torch.
+    not load torch; the file ``made`` has the folders of a process that succeeded.
     """
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in [*files, _TOKENIZER]))
     maker = module.rpartition(".")[2].replace("_", "-")
@@ -48,9 +51,16 @@ def _made_by(module: str, files: list[Path], env: Mapping[str, str] | None) -> d
     command = [sys.executable, "-m", module, str(folder)]
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # there may be several callers
-        done = subprocess.run(
-            command, cwd=_ROOT, env=env, capture_output=True, text=True, check=False
-        )
-    if done.returncode:
-        raise Failed(f"{module} failed: {done.stderr[-4000:]}")
-    return {path.name: path for path in map(Path, done.stdout.splitlines())}
+        made = folder / "made"
+        if not made.exists():
+            done = subprocess.run(
+                command, cwd=_ROOT, env=env, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise Failed(f"{module} failed: {done.stderr[-4000:]}")
+            made.write_text("".join(f"{Path(one).name}\n" for one in done.stdout.splitlines()))
+        return {name: folder / name for name in made.read_text().splitlines()}
+
+
+if __name__ == "__main__":
+    trained_checkpoint()

@@ -137,7 +137,9 @@ def test_a_worker_ends_during_a_load(peer: WorkerPeer, tiny_models: dict[str, Pa
     wait_loading(peer)
 
 
-@pytest.fixture(scope="module", params=[1.3, pytest.param(1.8, marks=pytest.mark.slow), 2.5])
+@pytest.fixture(
+    scope="module", params=[1.3, *(pytest.param(one, marks=pytest.mark.slow) for one in (1.8, 2.5))]
+)
 def card(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
     """A device for so many models, with a model; a load takes the pages of more than a model."""
     made = WorkerPeer(int(request.param * weight_bytes(tiny_models["tiny-llama"])))

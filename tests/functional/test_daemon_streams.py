@@ -155,10 +155,12 @@ class TestModelsComeAndGo:
         streams = [Background(api, *job, 280) for job in jobs]
         for stream in streams:
             await stream.started()
-        await add(pool, "guest", tiny_models[QWEN3])
         assert any(stream.is_running for stream in streams)
-        guest = await ask(api, "guest", "keep going 3")
-        assert await run_cli(pool, "rm", "guest") == (0, "guest: removed\n")
+        try:
+            await add(pool, "guest", tiny_models[QWEN3])
+            guest = await ask(api, "guest", "keep going 3")
+        finally:  # other tests share the daemon
+            assert await run_cli(pool, "rm", "guest") == (0, "guest: removed\n")
         with pytest.raises(openai.NotFoundError):
             await ask(api, "guest", "keep going 3")
         assert [await stream.finished() for stream in streams] == alone

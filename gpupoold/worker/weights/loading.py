@@ -54,6 +54,7 @@ from gpupoold.worker.weights.tensors import (
     plan_slots,
     relocate,
     replace_storages,
+    sharing,
 )
 
 # Bytes that the turn thread copies between two steps.
@@ -188,7 +189,8 @@ class ModelLoad:
 
     def _place(self, model: torch.nn.Module) -> None:
         """Make the parameters of a model without weights views of the snapshot."""
-        on_host = [one for one in model.parameters() if one.device.type == "cpu"]
+        empty = {_address(one) for one in model.parameters() if one.device.type == "cpu"}
+        on_host = sharing(model, empty)
         num_bytes = sum(one.nbytes for one in model.parameters())
         # A model that is too large is refused when the files agree with its configuration.
         is_large = num_bytes >= self.device.num_pages * self.device.page_bytes
@@ -258,15 +260,15 @@ class ModelLoad:
             return plan_layout(model)
         assert self._snapshot is not None
         first = self._snapshot.address
-        parameters = [one for one in model.parameters() if _address(one) in self._in_place]
-        replace_storages(parameters, self._as_on_device)
+        in_place = sharing(model, self._in_place)
+        replace_storages(in_place, self._as_on_device)
         layout = plan_layout(model)
         if all(layout.offsets.get(one) == one - first for one in self._in_place):
             return layout
         if self.skips_checkpoint:
             raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
         self.turns.call(self._release_pages)
-        replace_storages(parameters, _in_torch)
+        replace_storages(in_place, _in_torch)
         self._snapshot.close()
         self._snapshot, self._in_place = None, frozenset()
         return plan_layout(model)

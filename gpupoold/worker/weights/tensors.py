@@ -241,6 +241,19 @@ def _view(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     tensor.data = typed.as_strided(tensor.shape, tensor.stride(), offset)
 
 
+def sharing(model: nn.Module, addresses: Collection[int]) -> list[torch.Tensor]:
+    """Return all tensors of a model's modules whose storages are at ``addresses``.
+
+    Buffers and plain attributes may be views of parameters, such as a mixer's ``conv_weights``.
+    """
+    named = (*model.named_parameters(), *model.named_buffers(), *_leaves_of(model))
+    return [
+        one
+        for _, one in named
+        if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() in addresses
+    ]
+
+
 def _named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     parameters = list(model.named_parameters(remove_duplicate=True))
     buffers = on_weight_device(model, model.named_buffers(remove_duplicate=True))

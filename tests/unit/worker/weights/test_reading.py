@@ -21,7 +21,7 @@ from torch import nn  # noqa: E402
 from gpupoold.memory.host import HostBuffer  # noqa: E402
 from gpupoold.memory.libc import is_untouched  # noqa: E402
 from gpupoold.worker.weights.reading import at_host, is_plain, may_be_in_place, read_ahead  # noqa: E402
-from gpupoold.worker.weights.tensors import replace_storages  # noqa: E402
+from gpupoold.worker.weights.tensors import replace_storages, sharing  # noqa: E402
 
 NUM = 4 << 20
 NAMES = [f"weight-{number}" for number in range(6)]
@@ -43,7 +43,7 @@ def test_memory_without_a_whole_page_may_have_been_used() -> None:
 
 
 def test_values_that_are_there_before_the_read_are_kept() -> None:
-    model = nn.Linear(512, 1024)
+    model: Any = nn.Linear(512, 1024)
     model.tied = nn.Parameter(model.weight.data.t())
     expected, bias = model.weight.detach().clone(), model.bias.detach().clone()
     snapshot = HostBuffer.create("snapshot", NUM)
@@ -54,7 +54,11 @@ def test_values_that_are_there_before_the_read_are_kept() -> None:
         address, used = snapshot.address + used, used + -(-storage.nbytes() // 256) * 256
         return at_host(address, storage)
 
-    former = replace_storages(model.parameters(), place)
+    model.register_buffer("rows", model.weight.data.view(2, 512, 512))  # as in a Mamba mixer
+    model.plain = [model.bias.data[:8]]
+    shared = sharing(model, {one.untyped_storage().data_ptr() for one in model.parameters()})
+    assert len(shared) == 5
+    former = replace_storages(shared, place)
     assert len(former) == 2  # the tied parameter has the storage of the weight
     assert torch.equal(model.weight, expected)
     assert torch.equal(model.tied, expected.t())
@@ -62,7 +66,8 @@ def test_values_that_are_there_before_the_read_are_kept() -> None:
     assert model.weight.data_ptr() == model.tied.data_ptr() == snapshot.address
     with torch.no_grad():
         model.weight[3, 4] = 7.0
-    assert model.tied[4, 3] == 7.0
+    assert model.tied[4, 3] == model.rows[0, 3, 4] == 7.0
+    assert model.plain[0].data_ptr() == model.bias.data_ptr()
     replace_storages(
         model.parameters(), lambda storage: torch.empty(storage.nbytes(), dtype=torch.int8)
     )

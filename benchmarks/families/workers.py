@@ -162,7 +162,9 @@ class FamilyWorker(WorkerPeer):
     def kill(self, rank: int = 0) -> None:
         """End the process of a rank with SIGKILL; the others end by themselves."""
         leader = psutil.Process(self.process.pid)
-        [leader, *leader.children()][rank].kill()
+        ranks = [leader, *leader.children()]
+        assert len(ranks) > rank, f"rank {rank} has ended before"
+        ranks[rank].kill()
         self.process.wait()
         self.forget()
 

@@ -17,6 +17,7 @@ from gpupoold.control.requests.core_shell import arrived, cut_short
 from gpupoold.domain import Targets
 from gpupoold.scheduling.events import Action, Send
 from gpupoold.wire import messages as m
+from tests.functional.import_server import forked_for
 from tests.functional.worker_peer import Snapshot, WorkerPeer, encode_request
 
 _KV_HOST_BYTES = 64 << 20
@@ -162,6 +163,8 @@ class FamilyWorker(WorkerPeer):
     def kill(self, rank: int = 0) -> None:
         """End the process of a rank with SIGKILL; the others end by themselves."""
         leader = psutil.Process(self.process.pid)
+        if (pid := forked_for(leader.cmdline())) is not None:  # in tests
+            leader = psutil.Process(pid)
         ranks = [leader, *leader.children()]
         assert len(ranks) > rank, f"rank {rank} has ended before"
         ranks[rank].kill()

@@ -48,21 +48,17 @@ _KV_BYTES = 16 << 20
 _IDLE_WAIT_S = 0.01
 
 
-def set_engine_environment() -> None:
-    """What vLLM must find in the environment of the process that holds the engines."""
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        OMP_NUM_THREADS="1",
-    )
-
-
 class EngineSet:
-    """Real engines by model name; used by one thread."""
+    """Real engines by model name, in this process; used by one thread."""
 
     def __init__(self, paths: dict[str, Path]) -> None:
+        os.environ.update(
+            HF_HUB_OFFLINE="1",
+            VLLM_NO_USAGE_STATS="1",
+            VLLM_LOGGING_LEVEL="ERROR",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            OMP_NUM_THREADS="1",
+        )
         self.loaded: dict[str, LoadedModel] = {}
         self._engines: dict[str, Any] = {}
         import torch

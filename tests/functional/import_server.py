@@ -34,7 +34,7 @@ _MAY_DIFFER = (
     # An engine in the test's process has set these; an engine in the fork sets the same.
     *("LD_PRELOAD", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"),
     *("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME"),
-    *("VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_MULTIPROC_METHOD"),
+    *("VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_DIST_IDENT"),
     # Where a daemon downloads from, and to; no engine downloads.
     *("HF_ENDPOINT", "HF_HUB_CACHE", "HF_XET_CACHE"),
 )

@@ -22,7 +22,6 @@ from tests.functional.engine_peer import (
     MAX_MODEL_LEN,
     EnginePeer,
     added_since,
-    set_engine_environment,
     until,
     wait_aborted,
 )
@@ -52,7 +51,6 @@ ALL_MODELS = (served(LLAMA), served(QWEN2), served(QWEN3), BROKEN)
 
 @pytest.fixture(scope="module")
 def peer(tiny_models: dict[str, Path]) -> Iterator[EnginePeer]:
-    set_engine_environment()
     paths = {name: tiny_models[name] for name in (LLAMA, QWEN2, QWEN3)}
     with EnginePeer(paths) as running:
         running.wait_ready()

@@ -20,7 +20,6 @@ from gpupoold.wire.messages import AddRequest, ServedModel, Shutdown
 from tests.functional.engine_peer import (
     EnginePeer,
     added_since,
-    set_engine_environment,
     until,
     wait_aborted,
 )
@@ -41,7 +40,6 @@ ASKED = {
 
 @contextlib.contextmanager
 def serving(tiny_models: dict[str, Path]) -> Iterator[EnginePeer]:
-    set_engine_environment()
     with EnginePeer({LLAMA: tiny_models[LLAMA]}) as peer:
         peer.wait_ready()
         assert peer.serve(LLAMA).error_code == ""

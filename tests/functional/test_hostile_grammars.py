@@ -17,7 +17,7 @@ import pytest
 from gpupoold.domain import ModelName
 from gpupoold.frontend.grammars import GrammarVerdict, GrammarVetting
 from gpupoold.wire.messages import ModelToLoad, ServedModel
-from tests.functional.engine_peer import EnginePeer, set_engine_environment, until
+from tests.functional.engine_peer import EnginePeer, until
 
 # vLLM, xgrammar and torch warn about each other; their engines run in this process.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -156,7 +156,6 @@ class Neighbour:
 
 @pytest.fixture(scope="module")
 def peer(tiny_models: dict[str, Path]) -> Iterator[EnginePeer]:
-    set_engine_environment()
     with EnginePeer({LLAMA: tiny_models[LLAMA]}) as running:
         running.wait_ready()
         assert running.serve(LLAMA).error_code == ""

@@ -12,13 +12,7 @@ import typer
 
 from gpupool_cli import output
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import (
-    SOCKET_VARIABLE,
-    JsonOption,
-    duration_s,
-    open_client,
-    socket_path_of,
-)
+from gpupool_cli.options import SOCKET_VARIABLE, JsonOption, duration_s, open_client, socket_path_of
 from gpupoold.errors import Refused, UsageError
 from gpupoold.system.process import die_with_parent
 

@@ -33,10 +33,7 @@ class FoundSnapshot:
 
 
 def find_snapshot(
-    hub: Hub,
-    revision: str | None,
-    caches: Sequence[Path] | None,
-    wanted: Wanted,
+    hub: Hub, revision: str | None, caches: Sequence[Path] | None, wanted: Wanted
 ) -> FoundSnapshot:
     """Look for a revision of a repository in cache folders; None means the library's own folder.
 

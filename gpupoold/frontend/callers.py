@@ -28,13 +28,7 @@ from gpupoold.frontend.errors import ApiError, bad_request, short, starting
 from gpupoold.frontend.mounts import ModelScope as ModelScope
 from gpupoold.frontend.request_context import RequestLocal
 from gpupoold.wire.continuation import CONTINUES_HEADER, Continuation, OutputSoFar
-from gpupoold.wire.messages import (
-    AccessReport,
-    AccessRules,
-    AddRequest,
-    KeyRecord,
-    ServedModel,
-)
+from gpupoold.wire.messages import AccessReport, AccessRules, AddRequest, KeyRecord, ServedModel
 
 _NO_KEY = (
     "You did not provide an API key. "

@@ -22,13 +22,7 @@ from typing import Any
 
 from gpupoold import domain
 from gpupoold.scheduling import core, events, observed, roles, rules, state
-from gpupoold.scheduling.policies import (
-    aegaeon,
-    baselines,
-    gpupool,
-    planned_turns,
-    rebalancing,
-)
+from gpupoold.scheduling.policies import aegaeon, baselines, gpupool, planned_turns, rebalancing
 
 _MODULES = (
     *(domain, core, events, observed, roles, rules, state),

@@ -267,11 +267,7 @@ def _first_on(
 
 
 def _next_on(
-    device: DeviceState,
-    request: Request,
-    mine: BatchWork,
-    works: list[BatchWork],
-    now_s: float,
+    device: DeviceState, request: Request, mine: BatchWork, works: list[BatchWork], now_s: float
 ) -> float:
     """Return the seconds to a request's next token on its device.
 

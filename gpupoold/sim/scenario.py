@@ -20,12 +20,7 @@ from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import DEFAULT_SHAPES, Box, SimModel, models_on, why_too_large
 from gpupoold.sim.host import NO_WISHES, HostMemory, HostWishes, engine_costs, host_memory
 from gpupoold.sim.hosting import EngineCosts
-from gpupoold.sim.lengths import (
-    Lengths,
-    LengthSource,
-    length_variant,
-    sharegpt_lengths,
-)
+from gpupoold.sim.lengths import Lengths, LengthSource, length_variant, sharegpt_lengths
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.workloads import (
     SimRequest,

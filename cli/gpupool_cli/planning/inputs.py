@@ -13,12 +13,7 @@ from gpupoold.api.schemas_models import ModelInfo
 from gpupoold.domain import RequestRecord, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.host import HostWishes
-from gpupoold.sim.planner.load import (
-    PlanLoad,
-    history_load,
-    poisson_load,
-    trace_load,
-)
+from gpupoold.sim.planner.load import PlanLoad, history_load, poisson_load, trace_load
 from gpupoold.sim.planner.models import PlannedModel, read_checkpoint, read_models, read_shape
 from gpupoold.units import parse_size_bytes
 

@@ -28,12 +28,7 @@ from gpupoold.control.models.controller import ModelController
 from gpupoold.control.models.descriptions import checked_info, model_info, spec_of, with_parsers
 from gpupoold.control.models.inspection import Divisions, Inspector
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.parts import (
-    ControlParts,
-    ModelPart,
-    check_names_free,
-    uncut,
-)
+from gpupoold.control.models.parts import ControlParts, ModelPart, check_names_free, uncut
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.weights.cache import HostMemoryBudget, SnapshotId
 from gpupoold.domain import ModelSpec, ModelState

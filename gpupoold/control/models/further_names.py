@@ -24,12 +24,7 @@ from gpupoold.control.models.additions import cached, fetched, folder_of
 from gpupoold.control.models.descriptions import model_info
 from gpupoold.control.models.inspection import Inspector
 from gpupoold.control.models.mounts import ModelMounts
-from gpupoold.control.models.parts import (
-    ControlParts,
-    ModelPart,
-    check_names_free,
-    uncut,
-)
+from gpupoold.control.models.parts import ControlParts, ModelPart, check_names_free, uncut
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import Adapter, Preset, RemoveMode
 from gpupoold.engine_options.defaults import SYSTEM_PROMPT

@@ -23,12 +23,7 @@ from gpupoold.control.models.further_names import ModelAdapters, Presets
 from gpupoold.control.models.inspection import Divisions, Inspector
 from gpupoold.control.models.mounts import ModelMounts
 from gpupoold.control.models.parking import Parking
-from gpupoold.control.models.parts import (
-    ControlParts,
-    ModelPart,
-    check_own_model,
-    uncut,
-)
+from gpupoold.control.models.parts import ControlParts, ModelPart, check_own_model, uncut
 from gpupoold.control.models.perform import Failures, Performer
 from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.processes.supervised import Death

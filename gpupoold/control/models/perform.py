@@ -57,11 +57,7 @@ class Performer(ModelPart):
     """
 
     def __init__(
-        self,
-        parts: ControlParts,
-        snapshots: ModelSnapshots,
-        mounts: ModelMounts,
-        room: EngineRoom,
+        self, parts: ControlParts, snapshots: ModelSnapshots, mounts: ModelMounts, room: EngineRoom
     ) -> None:
         super().__init__(parts)
         self._snapshots = snapshots

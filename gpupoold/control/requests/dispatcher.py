@@ -38,14 +38,7 @@ from gpupoold.control.requests.core_shell import (
 )
 from gpupoold.control.requests.migrations import KvPeers, Migrations, is_leaving
 from gpupoold.control.workers.worker import Roles, Worker, configured_roles
-from gpupoold.domain import (
-    BACKGROUND_TTFT_S,
-    FinalFailure,
-    FinishReason,
-    ModelSpec,
-    Role,
-    Targets,
-)
+from gpupoold.domain import BACKGROUND_TTFT_S, FinalFailure, FinishReason, ModelSpec, Role, Targets
 from gpupoold.errors import NoSuchRequest, Refused
 from gpupoold.event_kinds import DeviceEvent
 from gpupoold.scheduling import events as e

@@ -10,12 +10,7 @@ from typing import TypeVar
 from gpupoold.config.schema import Settings
 from gpupoold.control.fleet.states import HostEvent, HostPhase, Hosts
 from gpupoold.control.processes.child import ForkServer, Pending, Starter, execute
-from gpupoold.control.processes.supervised import (
-    REAL_TIME,
-    OomKills,
-    ProcessHandlers,
-    Timing,
-)
+from gpupoold.control.processes.supervised import REAL_TIME, OomKills, ProcessHandlers, Timing
 from gpupoold.control.weights.cache import CachedSnapshot
 from gpupoold.control.workers.worker import Load, Worker, WorkerIsDown, WorkerProcess
 from gpupoold.errors import Failed, TimedOut, Unavailable, no_such_device

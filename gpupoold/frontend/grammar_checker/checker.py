@@ -23,12 +23,7 @@ from typing import Any
 
 import msgspec
 
-from gpupoold.frontend.grammars import (
-    CHECK_TIMEOUT_S,
-    GrammarCheck,
-    GrammarVerdict,
-    RunningChecker,
-)
+from gpupoold.frontend.grammars import CHECK_TIMEOUT_S, GrammarCheck, GrammarVerdict, RunningChecker
 from gpupoold.frontend.preload import preload
 from gpupoold.system.process import (
     GRAMMAR_NICENESS,

@@ -25,13 +25,7 @@ from gpupoold.scheduling.admission import (
     order_of,
 )
 from gpupoold.scheduling.events import Turn
-from gpupoold.scheduling.policies.base import (
-    Choice,
-    InLine,
-    Placement,
-    Policy,
-    waiting_for_kv,
-)
+from gpupoold.scheduling.policies.base import Choice, InLine, Placement, Policy, waiting_for_kv
 from gpupoold.scheduling.policies.placement import (
     able_devices,
     choose,

@@ -181,11 +181,7 @@ def history_load(
     first_s = usable[0].arrived_at
     requests = in_arrival_order(
         SimRequest(
-            "",
-            one.model,
-            one.arrived_at - first_s,
-            one.num_prompt_tokens,
-            one.num_output_tokens,
+            "", one.model, one.arrived_at - first_s, one.num_prompt_tokens, one.num_output_tokens
         )
         for one in usable
     )

@@ -71,13 +71,7 @@ class TurnLoop:
         self.engines: dict[str, ModelEngine] = {}
         self.turns = TurnThread(self._slice_limit_s, self._maybe_report)
         loader = EngineLoader(
-            device,
-            host,
-            self.residency,
-            self.turns,
-            self._model_on_turn,
-            own.links,
-            own.prefixes,
+            device, host, self.residency, self.turns, self._model_on_turn, own.links, own.prefixes
         )
         self._self_checks = SelfChecks()
         self._readers = ThreadPoolExecutor(1, "files")

@@ -185,10 +185,7 @@ def _layer_ends(layout: WeightLayout, order: NeedOrder) -> tuple[int, ...]:
 
 
 def copy_out(
-    layout: WeightLayout,
-    snapshot_address: int,
-    device: Device,
-    written: Collection[int] = (),
+    layout: WeightLayout, snapshot_address: int, device: Device, written: Collection[int] = ()
 ) -> None:
     """Write the snapshot: each storage at its offset in host memory pinned by ``device``.
 

@@ -211,11 +211,11 @@ class ModelSpec(ModelDescription):
     @property
     def names(self) -> tuple[str, ...]:
         """All names by which clients may ask for the model."""
-        return (self.name, *self.aliases, *(one.name for one in self.further))
+        return (self.name, *self.aliases, *(name_row.name for name_row in self.further))
 
     def further_named(self, name: str) -> Preset | Adapter | None:
         """Return the preset or adapter of this name, None without one."""
-        return next((one for one in self.further if one.name == name), None)
+        return next((name_row for name_row in self.further if name_row.name == name), None)
 
     def targets_of(self, name: str) -> Targets:
         """Return the targets of the model, or of its preset or adapter called ``name``."""
@@ -437,12 +437,12 @@ class MemoryUse:
     @staticmethod
     def total(parts: Collection[MemoryUse]) -> MemoryUse:
         """Return the sums over devices; the total of weights is that of the largest part."""
-        found = MemoryUse(*(sum(getattr(one, name) for one in parts) for name in _MEMORY_NAMES))
-        found.weights_total_bytes = max((one.weights_total_bytes for one in parts), default=0)
+        found = MemoryUse(*(sum(getattr(part, name) for part in parts) for name in _MEMORY_NAMES))
+        found.weights_total_bytes = max((part.weights_total_bytes for part in parts), default=0)
         return found
 
 
-_MEMORY_NAMES = tuple(one.name for one in fields(MemoryUse))
+_MEMORY_NAMES = tuple(field.name for field in fields(MemoryUse))
 
 
 @dataclass
@@ -525,4 +525,4 @@ class DeviceUse:
         return max(0.0, 1 - self.kv_host_bytes / self.kv_host_slab_bytes)
 
 
-COUNT_NAMES = tuple(one.name for one in fields(RequestCounts))
+COUNT_NAMES = tuple(field.name for field in fields(RequestCounts))

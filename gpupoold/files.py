@@ -135,7 +135,7 @@ def filesystem_of(path: Path) -> str:
         if os.path.commonpath([partition.mountpoint, real]) == partition.mountpoint
     ]
     # A later mount hides an earlier mount at the same place.
-    return max(inside, key=lambda one: len(one.mountpoint)).fstype if inside else "unknown"
+    return max(inside, key=lambda mount: len(mount.mountpoint)).fstype if inside else "unknown"
 
 
 def is_shared(filesystem: str) -> bool:
@@ -148,7 +148,7 @@ def hint_to_write(folder: Path) -> str:
 
     For a missing folder, its nearest existing parent decides.
     """
-    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if os.access(there, os.W_OK | os.X_OK):
         return ""
     with suppress(OSError):

@@ -99,7 +99,7 @@ def renew_compilers(backend: XgrammarBackend) -> None:
 def compiled_bytes(backend: XgrammarBackend) -> int:
     """Return the bytes of the backend's compiled grammars, by xgrammar's count."""
     found = (getattr(backend, name, None) for name in _COMPILERS)
-    compilers = {id(one): one for one in found if one is not None}
+    compilers = {id(compiler): compiler for compiler in found if compiler is not None}
     return sum(int(compiler.get_cache_size_bytes()) for compiler in compilers.values())
 
 

@@ -174,7 +174,7 @@ def clean(text: str) -> str:
     """Return ``text`` with every unprintable character replaced, newlines too."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else _REPLACEMENT for one in text)
+    return "".join(char if char.isprintable() else _REPLACEMENT for char in text)
 
 
 def without_controls(text: str) -> str:

@@ -51,7 +51,7 @@ def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     path = file or chosen_path()
     text = "" if path is None else read_text(path)
     found = check_text(text) + check_on_machine(text, find_machine)
-    problems = sorted(found, key=lambda one: one.line or 0)
+    problems = sorted(found, key=lambda problem: problem.line or 0)
     if as_json:
         shown = [_problem_fields(problem) for problem in problems]
         output.print_json({"path": None if path is None else str(path), "problems": shown})
@@ -60,8 +60,8 @@ def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     elif not problems:
         say(f"{path}: no errors")
     else:
-        for one in problems:
-            _print_problem(path, one)
+        for problem in problems:
+            _print_problem(path, problem)
     if problems:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -141,15 +141,15 @@ def _row(change: ChangeInfo) -> list[str]:
     return [change.key, *shown, _EFFECTS[change.effect]]
 
 
-def _print_problem(path: Path, one: Problem) -> None:
-    place = str(path) if one.line is None else f"{path}:{one.line}"
-    output.print_line(f"{place}: {one}")
-    if one.hint:
-        output.print_line(f"    {one.hint}")
+def _print_problem(path: Path, problem: Problem) -> None:
+    place = str(path) if problem.line is None else f"{path}:{problem.line}"
+    output.print_line(f"{place}: {problem}")
+    if problem.hint:
+        output.print_line(f"    {problem.hint}")
 
 
-def _problem_fields(one: Problem) -> dict[str, object]:
-    return {"key": one.key, "line": one.line, "problem": one.what, "hint": one.hint}
+def _problem_fields(problem: Problem) -> dict[str, object]:
+    return {"key": problem.key, "line": problem.line, "problem": problem.what, "hint": problem.hint}
 
 
 def _named(path: str | None) -> str:
@@ -192,17 +192,19 @@ def _block(name: str, settings: list[SettingInfo], with_origin: bool) -> str:
     return "\n".join([header, *shown])
 
 
-def _comment(one: SettingInfo, with_origin: bool) -> str:
-    if one.reason:
-        return f"{one.origin}: {one.reason}"
-    return one.origin if with_origin else ""
+def _comment(setting: SettingInfo, with_origin: bool) -> str:
+    if setting.reason:
+        return f"{setting.origin}: {setting.reason}"
+    return setting.origin if with_origin else ""
 
 
-def _line(one: SettingInfo) -> str:
-    key = one.key.rpartition(".")[2]
-    if one.is_hidden:
+def _line(setting: SettingInfo) -> str:
+    key = setting.key.rpartition(".")[2]
+    if setting.is_hidden:
         return f"# {key} is hidden"
-    return f"# {key} is not set" if one.value is None else f"{key} = {value_text(one.value)}"
+    return (
+        f"# {key} is not set" if setting.value is None else f"{key} = {value_text(setting.value)}"
+    )
 
 
 def doctor(

@@ -117,7 +117,7 @@ def history(
             rows, columns = [_request_row(record) for record in records], _REQUEST_COLUMNS
         elif breakdown:
             found = sums = client.history_by_model(model, since_s)
-            rows, columns = [row for one in sums for row in _stage_rows(one)], _BREAKDOWN_COLUMNS
+            rows, columns = [row for span in sums for row in _stage_rows(span)], _BREAKDOWN_COLUMNS
             devices = client.usage(since_s).devices
         else:
             found = spans = client.history(model, since_s)
@@ -203,7 +203,7 @@ def _stage_rows(sums: ModelSpan) -> list[list[str]]:
             sums.model,
             str(num),
             name,
-            *(_mean_text(one, num) for one in (stages.total_s, *stages.by_name().values())),
+            *(_mean_text(seconds, num) for seconds in (stages.total_s, *stages.by_name().values())),
         ]
         for name, stages in times
     ]
@@ -235,7 +235,7 @@ def _switch_row(switch: Switch) -> list[str]:
         str(switch.device),
         switch.model,
         switch.previous or output.NOTHING,
-        *(format_duration(getattr(switch, f"{one}_s")) for one in ("total", *SWITCH_STAGES)),
+        *(format_duration(getattr(switch, f"{stage}_s")) for stage in ("total", *SWITCH_STAGES)),
         size_text(switch.moved_bytes),
     ]
 
@@ -279,11 +279,11 @@ def logs(
         if as_json and not follow:
             output.print_json(list(read))
             return
-        for one in read:
+        for line in read:
             if as_json:
-                output.print_json_line(one)
+                output.print_json_line(line)
             else:
-                output.print_line(f"{one.process} | {one.line}")
+                output.print_line(f"{line.process} | {line.line}")
 
 
 def _print_event(event: Event, as_json: bool) -> None:
@@ -308,7 +308,7 @@ def batches(
     if as_json:
         output.print_json(found)
         return
-    output.print_table(_COLUMNS, [_row(one) for one in found])
+    output.print_table(_COLUMNS, [_row(batch) for batch in found])
     if not found:
         say("no batches" if with_ended else "no batches under way: --all shows ended batches too")
 
@@ -389,8 +389,8 @@ def _device_row(use: DeviceUse) -> list[str]:
         str(use.device),
         format_duration(use.seconds),
         *(
-            f"{format_duration(one)} ({100 * one / use.seconds:.0f}%)" if use.seconds else ""
-            for one in (use.computing_s, use.switching_s)
+            f"{format_duration(part_s)} ({100 * part_s / use.seconds:.0f}%)" if use.seconds else ""
+            for part_s in (use.computing_s, use.switching_s)
         ),
         output.NOTHING if use.energy_j is None else format_energy(use.energy_j),
     ]

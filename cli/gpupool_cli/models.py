@@ -193,7 +193,9 @@ def _chat_fields(model: ModelInfo) -> dict[str, str]:
         "reasoning parser": model.reasoning_parser,
         "chat template": model.chat_template,
     }
-    return {name: f"{one.name or 'none'} ({one.reason})" for name, one in found.items() if one}
+    return {
+        name: f"{other.name or 'none'} ({other.reason})" for name, other in found.items() if other
+    }
 
 
 def _other_names(model: ModelInfo) -> str:
@@ -215,7 +217,11 @@ def _adapter_text(adapter: AdapterInfo) -> str:
 
 def _own_targets(further: Preset | AdapterInfo) -> list[str]:
     targets = {"ttft": further.ttft_s, "tbt": further.tbt_s}
-    return [f"{name} {format_duration(one)}" for name, one in targets.items() if one is not None]
+    return [
+        f"{name} {format_duration(seconds)}"
+        for name, seconds in targets.items()
+        if seconds is not None
+    ]
 
 
 def _shortened(value: str) -> str:

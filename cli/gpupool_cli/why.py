@@ -94,7 +94,7 @@ def _show_device(device: DeviceTurns, engine: str = "") -> None:
     if device.num_waiting_for_kv:
         output.print_line(f"{device.num_waiting_for_kv} requests wait for KV memory")
     if device.line:
-        rows = [_line_row(number, one) for number, one in enumerate(device.line, start=1)]
+        rows = [_line_row(number, turn) for number, turn in enumerate(device.line, start=1)]
         output.print_table(_LINE_COLUMNS, rows)
 
 
@@ -107,15 +107,15 @@ def _group_text(device: DeviceTurns) -> str:
     return f" ({device.num_gpus} GPUs)"
 
 
-def _line_row(number: int, one: WaitingTurn) -> list[str]:
+def _line_row(number: int, turn: WaitingTurn) -> list[str]:
     return [
         str(number),
-        one.model,
-        str(one.num_requests),
-        duration_text(one.starts_in_s),
-        duration_text(one.duration_s),
-        one.rule,
-        one.why,
+        turn.model,
+        str(turn.num_requests),
+        duration_text(turn.starts_in_s),
+        duration_text(turn.duration_s),
+        turn.rule,
+        turn.why,
     ]
 
 
@@ -150,8 +150,8 @@ def _show_model(model: ModelWhy) -> None:
     if text := _prefix_cache(model):
         fields["prefix cache"] = text
     output.print_fields({name: text for name, text in fields.items() if text})
-    for one in model.advice:
-        output.print_line(f"hint: {one}")
+    for advice in model.advice:
+        output.print_line(f"hint: {advice}")
     for place in model.devices:
         engine = f"{format_bytes(place.engine_bytes)} outside the pages: {place.hosting}"
         _show_device(place.turns, engine if place.hosting else "")
@@ -176,12 +176,12 @@ def _weights(model: ModelWhy) -> str:
     return ", ".join(filter(None, places)) or "nowhere; the next request loads the weights"
 
 
-def _place(one: ModelOnDevice) -> str:
-    if not one.weights_resident_bytes:
+def _place(model: ModelOnDevice) -> str:
+    if not model.weights_resident_bytes:
         return ""
-    share = one.weights_resident_bytes / max(one.weights_total_bytes, 1)
+    share = model.weights_resident_bytes / max(model.weights_total_bytes, 1)
     part = "" if share >= 1 else f" ({100 * share:.0f} % of the weights)"
-    return f"device {one.device}{part}"
+    return f"device {model.device}{part}"
 
 
 def _show_finished(finished: FinishedWhy) -> None:

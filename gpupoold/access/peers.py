@@ -132,7 +132,7 @@ class NameService:
 
     async def settled(self, timeout_s: float) -> bool:
         """Wait until all look-ups have ended; return False after ``timeout_s``."""
-        asked = [asyncio.wrap_future(one) for one in list(self._asked.values())]
+        asked = [asyncio.wrap_future(future) for future in list(self._asked.values())]
         if not asked:
             return True
         _, unknown = await asyncio.wait(asked, timeout=timeout_s)

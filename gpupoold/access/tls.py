@@ -59,7 +59,7 @@ class Tls:
             found = [path.stat() for path in self._files]
         except OSError:
             return None
-        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+        return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in found)
 
 
 def check_files(certificate: Path, key: Path) -> datetime:

@@ -58,7 +58,10 @@ def add_operations(app: FastAPI, handlers: object) -> None:
 
 def _add(app: FastAPI, operation: Operation, handler: Callable[..., Awaitable[Any]]) -> None:
     parameters = operation.parameters
-    names, handled = {one.name for one in parameters}, signature(handler).parameters.keys()
+    names, handled = (
+        {parameter.name for parameter in parameters},
+        signature(handler).parameters.keys(),
+    )
     if handled - {"request"} != names:
         raise TypeError(f"{operation.name} and its handler have other parameters")
     if "request" in handled:
@@ -72,9 +75,9 @@ def _add(app: FastAPI, operation: Operation, handler: Callable[..., Awaitable[An
 
     endpoint.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     path = operation.path
-    for one in parameters:
-        if one.annotation is str:
-            path = path.replace(f"{{{one.name}}}", f"{{{one.name}:path}}")
+    for parameter in parameters:
+        if parameter.annotation is str:
+            path = path.replace(f"{{{parameter.name}}}", f"{{{parameter.name}:path}}")
     app.add_api_route(
         path,
         endpoint,

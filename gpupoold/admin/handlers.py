@@ -363,20 +363,22 @@ class Handlers:
 
     def _key_info(self, row: KeyRow) -> KeyInfo:
         left = self._control.keyring.left(row)
-        facts = {one.name: getattr(row, one.name) for one in dataclasses.fields(KeyFacts)}
+        facts = {field.name: getattr(row, field.name) for field in dataclasses.fields(KeyFacts)}
         return KeyInfo(
             **facts, **vars(row.powers), requests_left=left.requests, tokens_left=left.tokens
         )
 
     async def fleet_report(self) -> FleetReport:
         control = self._control
-        ready = [one for one in control.devices() if one.state == "ready"]
+        ready = [device for device in control.devices() if device.state == "ready"]
         return FleetReport(
             secret=control.membership.secret,
             http_url=control.http_url,
             is_ready=control.state == "ready",
-            device_bytes=[one.device_bytes for one in ready],
-            bandwidth_bytes_per_s=max((one.bandwidth_bytes_per_s for one in ready), default=0.0),
+            device_bytes=[device.device_bytes for device in ready],
+            bandwidth_bytes_per_s=max(
+                (device.bandwidth_bytes_per_s for device in ready), default=0.0
+            ),
             cache_free_bytes=max(0, control.cache.budget_bytes - control.cache.used_bytes),
             key_names=control.keyring.names,
             rate_uses=control.keyring.rate_uses,
@@ -444,8 +446,8 @@ def _machine(configuration: Configuration) -> MachineInfo:
     return MachineInfo(
         config_path=None if configuration.path is None else str(configuration.path),
         folders=[
-            dataclasses.replace(one, hint=hint_to_write(one.path))
-            for one in folder_facts(configuration.settings)
+            dataclasses.replace(fact, hint=hint_to_write(fact.path))
+            for fact in folder_facts(configuration.settings)
         ],
         open_files=limits.open_files,
         processes=limits.processes,
@@ -457,12 +459,14 @@ def _machine(configuration: Configuration) -> MachineInfo:
 
 def _batch_info(row: BatchRow, names: Mapping[str, str]) -> BatchInfo:
     own = {"key": names.get(row.owner, row.owner), "state": row.status, "reason": row.waits_because}
-    shared = {one.name for one in dataclasses.fields(BatchInfo)} - own.keys()
+    shared = {field.name for field in dataclasses.fields(BatchInfo)} - own.keys()
     return BatchInfo(**own | {name: getattr(row, name) for name in shared})
 
 
 def _powers(body: AddKeyRequest) -> KeyPowers:
-    return KeyPowers(**{one.name: getattr(body, one.name) for one in dataclasses.fields(KeyPowers)})
+    return KeyPowers(
+        **{field.name: getattr(body, field.name) for field in dataclasses.fields(KeyPowers)}
+    )
 
 
 def _changed(powers: KeyPowers, body: SetKeyRequest) -> KeyPowers:

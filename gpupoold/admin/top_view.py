@@ -73,11 +73,11 @@ def _running(
     dispatcher = control_plane.dispatcher
     live = islice(dispatcher.live, num_requests)
     return {
-        "devices": [views.raw(one) for one in control_plane.devices()],
+        "devices": [views.raw(device) for device in control_plane.devices()],
         "requests": [views.live_request(request, now_s) for request in live],
         "num_switches": dispatcher.accounts.switches.count,
         "switched_bytes": dispatcher.accounts.switches.moved_bytes,
-        "additions": [views.raw(one) for one in control_plane.lifecycle.ongoing.infos()],
+        "additions": [views.raw(info) for info in control_plane.lifecycle.ongoing.infos()],
     }
 
 

@@ -123,8 +123,8 @@ class Operation:
     def parameters(self) -> list[inspect.Parameter]:
         """Parameters of the operation's handler, by name, with types."""
         found = {
-            name: one.replace(kind=one.KEYWORD_ONLY, annotation=self._types[name])
-            for name, one in self._signature.parameters.items()
+            name: parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=self._types[name])
+            for name, parameter in self._signature.parameters.items()
             if name in self._types and (self._body_type is None or name in self.path_names)
         }
         if self._body_type is not None:

@@ -355,7 +355,7 @@ def _files(folder: Path) -> Iterator[Path]:
                     num_names += 1
                     if num_names > _MAX_NAMES:
                         raise Refused(f"{folder}: has more than {_MAX_NAMES:,} files")
-                    is_read = any(fnmatch.fnmatchcase(entry.name, one) for one in _READ)
+                    is_read = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in _READ)
                     if (is_read or layout.is_weight_file(entry.name)) and not _is_folder(entry):
                         yield Path(entry.path)
         except OSError as error:

@@ -151,7 +151,7 @@ class Sources:
 
     def drop(self, peer: PeerHub | None = None) -> None:
         """Ask a peer no more; None drops all peers."""
-        self._peers = [one for one in self._peers if peer not in (None, one)]
+        self._peers = [hub for hub in self._peers if peer not in (None, hub)]
 
     def measure(self, hub: Hub, commit: str, files: Sequence[HubFile]) -> None:
         """Compare the peers with the hub by the beginning of the largest file."""

@@ -239,7 +239,7 @@ def why_checkpoint_undivided(config: Mapping[str, Any], degree: int) -> str:
     Dimensions under unknown names count as divisible: vLLM's own classes decide in the end.
     """
     nested = (config.get(key) for key in ("text_config", "llm_config", "language_config"))
-    text = next((one for one in nested if isinstance(one, dict)), config)
+    text = next((section for section in nested if isinstance(section, dict)), config)
     is_latent = bool(text.get("kv_lora_rank"))  # each GPU has the complete latent KV
     return why_undivided(
         degree,

@@ -174,14 +174,14 @@ class _HostMemory:
         self._wishes = wishes
         self._machine = machine
         self._engines = [
-            one for one in machine.devices if one.kind != "sim" or machine.is_simulated
+            device for device in machine.devices if device.kind != "sim" or machine.is_simulated
         ]
         self._fixed = tuple(self._fixed_parts(in_flight)) if self._engines else ()
         usable_bytes = machine.usable_bytes
         base_bytes = min(_SYSTEM_BASE_BYTES, int(usable_bytes * _MOST_SYSTEM_BASE_SHARE))
         self.system_bytes = min(_MOST_SYSTEM_BYTES, base_bytes + int(usable_bytes * _SYSTEM_SHARE))
         wished = list(self.parts(wishes.model_cache_bytes or 0, wishes.kv_host_bytes or 0))
-        self._left_bytes = usable_bytes - sum(one.num_bytes for one in wished)
+        self._left_bytes = usable_bytes - sum(part.num_bytes for part in wished)
         if self._left_bytes < 0:
             raise self._too_much(wished)
 
@@ -195,7 +195,7 @@ class _HostMemory:
         """Yield all uses with these budgets, without uses of no bytes."""
         if self._engines:
             caches = (Part(MODEL_CACHE, model_cache), Part(KV_HOST, kv_host, len(self._engines)))
-            yield from (one for one in (*caches, *self._fixed) if one.num_bytes)
+            yield from (part for part in (*caches, *self._fixed) if part.num_bytes)
 
     def kv_host(self) -> tuple[int, str]:
         """Return the KV host cache of a GPU, and the arithmetic."""
@@ -230,7 +230,7 @@ class _HostMemory:
 
     def most_model_cache_bytes(self, kv_host: int) -> int:
         """Return the largest model cache that is accepted beside ``kv_host``."""
-        return self._machine.usable_bytes - sum(one.num_bytes for one in self.parts(0, kv_host))
+        return self._machine.usable_bytes - sum(part.num_bytes for part in self.parts(0, kv_host))
 
     @property
     def _free_bytes(self) -> int:
@@ -240,7 +240,7 @@ class _HostMemory:
     def _kv_bounds(self) -> Iterator[tuple[int, str]]:
         """Yield the bounds of a GPU's KV host cache."""
         count = len(self._engines)
-        known = [one.memory_bytes for one in self._engines if one.memory_bytes is not None]
+        known = [engine.memory_bytes for engine in self._engines if engine.memory_bytes is not None]
         device_bytes = max(known, default=0)
         wanted_bytes = int(device_bytes * _KV_SHARE_OF_DEVICE)
         if wanted_bytes <= LEAST_KV_HOST_BYTES:
@@ -252,7 +252,7 @@ class _HostMemory:
         if self._wishes.model_cache_bytes is None:
             rest_bytes, what = int(rest_bytes * _KV_SHARE_OF_REST), "a quarter of what is left"
         yield rest_bytes // count, f"{what}, {format_bytes(rest_bytes)}, over {self._count(count)}"
-        for node, num_gpus in Counter(one.node for one in self._engines).items():
+        for node, num_gpus in Counter(engine.node for engine in self._engines).items():
             if node is not None and (node_bytes := self._machine.node_bytes.get(node)):
                 share_bytes = int(node_bytes * _KV_SHARE_OF_NODE)
                 what = f"half of the {format_bytes(node_bytes)} of NUMA node {node}"
@@ -260,7 +260,7 @@ class _HostMemory:
 
     @property
     def _has_groups(self) -> bool:
-        return len({one.device for one in self._engines}) < len(self._engines)
+        return len({engine.device for engine in self._engines}) < len(self._engines)
 
     @property
     def _one(self) -> str:
@@ -276,13 +276,15 @@ class _HostMemory:
         return f"{format_bytes(self._machine.usable_bytes)} of {self.usable_name} less: {less}"
 
     def _fixed_parts(self, in_flight: int) -> Iterator[Part]:
-        workers = sum(_WORKER_BYTES[one.kind] for one in self._engines)
+        workers = sum(_WORKER_BYTES[engine.kind] for engine in self._engines)
         frontends = self._wishes.num_frontends * _FRONTEND_BYTES
         yield Part("processes", _DAEMON_BYTES + frontends + workers)
-        num_gpus = sum(one.kind != "emulated" for one in self._engines)
+        num_gpus = sum(engine.kind != "emulated" for engine in self._engines)
         yield Part("engines", self._further_engines_bytes(), num_gpus)
         yield Part("requests", _COPIES_IN_FLIGHT * in_flight)
-        emulated = [one.memory_bytes or 0 for one in self._engines if one.kind == "emulated"]
+        emulated = [
+            engine.memory_bytes or 0 for engine in self._engines if engine.kind == "emulated"
+        ]
         yield Part("emulated devices", sum(emulated))
 
     def _further_engines_bytes(self) -> int:
@@ -295,7 +297,7 @@ class _HostMemory:
 
     def _too_much(self, parts: Iterable[Part]) -> SettingError:
         """Return the refusal; its key is the larger budget that the configuration sets."""
-        shown = sorted(parts, key=lambda one: -one.num_bytes)
+        shown = sorted(parts, key=lambda part: -part.num_bytes)
         cache_bytes = self._wishes.model_cache_bytes or 0
         kv_bytes = (self._wishes.kv_host_bytes or 0) * len(self._engines)
         if cache_bytes or kv_bytes:
@@ -306,7 +308,7 @@ class _HostMemory:
         if self._machine.usable_bytes < self._machine.memory_bytes:
             hint += "; or raise the limit (MemoryMax= of the service)"
         what = (
-            f"{format_bytes(sum(one.num_bytes for one in shown))} are needed "
+            f"{format_bytes(sum(part.num_bytes for part in shown))} are needed "
             f"({', '.join(map(str, shown))}), but {self.usable_name} is "
             f"{format_bytes(self._machine.usable_bytes)}"
         )
@@ -315,12 +317,12 @@ class _HostMemory:
 
 def _reserve(devices: Iterable[MachineDevice]) -> tuple[int | None, str]:
     """Return the memory to leave free on each device, and the arithmetic."""
-    kinds = {one.kind for one in devices}
+    kinds = {device.kind for device in devices}
     if "cuda" not in kinds:
         return 0, "activations are in host memory" if "emulated" in kinds else "nothing to run"
     if len(kinds) > 1:
         return None, f"{format_bytes(CUDA_RESERVE_BYTES)} on GPUs, none on other devices"
-    known = [one.memory_bytes for one in devices if one.memory_bytes is not None]
+    known = [device.memory_bytes for device in devices if device.memory_bytes is not None]
     if not known:
         return CUDA_RESERVE_BYTES, "the memory of the GPUs is unknown"
     share_bytes = _RESERVE_BASE_BYTES + int(max(known) * _RESERVE_SHARE)

@@ -52,7 +52,7 @@ def group_value(value: object) -> object:
     """
     if isinstance(value, list | tuple):
         count = len(value)
-        if not all(_is_whole(one) and 0 <= one <= _MAX_INDEX for one in value):
+        if not all(_is_whole(index) and 0 <= index <= _MAX_INDEX for index in value):
             raise ValueError(f"write ordinals from 0 to {_MAX_INDEX}, such as [0, 1, 2, 3]")
         if len(set(value)) < count:
             raise ValueError("names a GPU twice")
@@ -87,9 +87,9 @@ def numbered(gpus: Sequence[tuple[int, ...] | None], has_memory: Sequence[bool])
     Raises:
         ValueError: devices have a GPU in common that they cannot share.
     """
-    uses = Counter(one for named in gpus for one in named or ())
+    uses = Counter(index for named in gpus for index in named or ())
     for named, has_size in zip(gpus, has_memory, strict=True):
-        shared = [one for one in named or () if uses[one] > 1]
+        shared = [index for index in named or () if uses[index] > 1]
         if shared and len(named or ()) > 1:
             raise ValueError(f"GPU {shared[0]} is in two devices: a group has its GPUs alone")
         if shared and not has_size:

@@ -72,7 +72,7 @@ def parsed_file(text: str, path: Path | None) -> ConfigFile:
     """
     problems = check_text(text)
     if problems:
-        reported = "; ".join(one.in_full for one in problems)
+        reported = "; ".join(problem.in_full for problem in problems)
         raise ConfigError(f"{path}: {reported}", f"see `gpupool config check {path}`")
     raw = loads(text)
     settings = parse_settings(raw, str(path or "defaults"))
@@ -90,7 +90,7 @@ def check_text(text: str) -> list[Problem]:
     _, problems = examine(raw)
     if not problems:
         return []
-    return sorted(_with_lines(problems, text), key=lambda one: one.line or 0)
+    return sorted(_with_lines(problems, text), key=lambda line: line.line or 0)
 
 
 def check_on_machine(text: str, machine: Callable[[Settings], Machine]) -> list[Problem]:
@@ -112,9 +112,9 @@ def _settings_without_problems(text: str) -> Settings | None:
     except tomllib.TOMLDecodeError:
         return None
     settings, problems = examine(raw)
-    if settings is not None or any(one.where[:1] in _DEVICES for one in problems):
+    if settings is not None or any(problem.where[:1] in _DEVICES for problem in problems):
         return settings
-    settings, _ = examine(without(raw, [one.where for one in problems]))
+    settings, _ = examine(without(raw, [problem.where for problem in problems]))
     return settings
 
 
@@ -163,7 +163,7 @@ def _written(raw: dict[str, Any]) -> Iterator[str]:
     for section, table in raw.items():
         tables = {section: table}
         if isinstance(table, list):
-            tables = {f"{section}[{index}]": one for index, one in enumerate(table)}
+            tables = {f"{section}[{index}]": row for index, row in enumerate(table)}
         for name, keys in tables.items():
             yield from (f"{name}.{key}" for key in keys)
 

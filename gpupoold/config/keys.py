@@ -64,8 +64,8 @@ def settings_of(settings: Settings) -> list[Setting]:
         if isinstance(section, Section):
             found += _of_section(field.alias or name, section, shown)
         else:
-            for index, (one, as_written) in enumerate(zip(section, shown, strict=True)):
-                found += _of_section(f"{field.alias or name}[{index}]", one, as_written)
+            for index, (element, as_written) in enumerate(zip(section, shown, strict=True)):
+                found += _of_section(f"{field.alias or name}[{index}]", element, as_written)
     return found
 
 
@@ -87,7 +87,7 @@ def changes_between(now: Settings, wanted: Settings) -> list[KeyChange]:
 
 def with_changes(now: Settings, wanted: Settings, changes: list[KeyChange]) -> Settings:
     """Return ``now`` with the values of ``wanted`` for changes that need no restart."""
-    keys = {one.key for one in changes if one.effect is not Effect.RESTART}
+    keys = {change.key for change in changes if change.effect is not Effect.RESTART}
     updated = {}
     for name, field in type(now).model_fields.items():
         section = getattr(now, name)
@@ -106,14 +106,14 @@ def config_info(
     """
     infos = [
         SettingInfo(
-            key=one.key,
-            value=one.spelled,
-            is_hidden=one.is_hidden,
-            origin=_origin(one.key, written, reasons),
-            reason=reasons.get(one.key, ""),
-            effect=one.effect.value,
+            key=setting.key,
+            value=setting.spelled,
+            is_hidden=setting.is_hidden,
+            origin=_origin(setting.key, written, reasons),
+            reason=reasons.get(setting.key, ""),
+            effect=setting.effect.value,
         )
-        for one in settings_of(settings)
+        for setting in settings_of(settings)
     ]
     return ConfigInfo(path=None if path is None else str(path), settings=infos)
 
@@ -153,12 +153,12 @@ def _of_section(name: str, section: Section, spelled: Mapping[str, object]) -> I
 
 
 def _by_key(settings: Settings) -> dict[str, Setting]:
-    return {one.key: one for one in settings_of(settings)}
+    return {setting.key: setting for setting in settings_of(settings)}
 
 
 def _value(settings: Mapping[str, Setting], key: str) -> tuple[bool, object]:
-    one = settings.get(key)
-    return one is not None, one.value if one is not None else None
+    setting = settings.get(key)
+    return setting is not None, setting.value if setting is not None else None
 
 
 def _origin(key: str, written: Collection[str], reasons: Mapping[str, str]) -> Origin:

@@ -56,8 +56,8 @@ class Machine:
 
 def unusable_gpu(machine: Machine) -> SettingError | None:
     """Return why a configured CUDA device cannot be used, None if all can."""
-    gpus = [one for one in machine.devices if one.kind == "cuda"]
-    missing = next((one for one in gpus if one.is_missing), None)
+    gpus = [device for device in machine.devices if device.kind == "cuda"]
+    missing = next((gpu for gpu in gpus if gpu.is_missing), None)
     if gpus and not machine.has_cuda_engine:
         what = "is a CUDA device, and the installed vLLM is built for CPUs only"
         hint = f"install the build for GPUs ({_FOR_GPUS}); {_NO_GPU}"
@@ -65,7 +65,7 @@ def unusable_gpu(machine: Machine) -> SettingError | None:
     if missing is not None:
         what = f"there is no GPU {missing.ordinal}"
         hint = f"name GPUs that `nvidia-smi -L` lists; if it fails, install the driver; {_NO_GPU}"
-        is_group = sum(one.device == missing.device for one in gpus) > 1
+        is_group = sum(gpu.device == missing.device for gpu in gpus) > 1
         key = f"device[{missing.device}]{'.gpus' * is_group}"
         return SettingError(key, what, hint)
     return None
@@ -77,26 +77,28 @@ def check_groups(devices: Iterable[MachineDevice]) -> None:
     Each GPU holds an equal part of a model, so the smallest and slowest sets the size and the pace.
     Facts that are unknown agree with all.
     """
-    for number, members in groupby(devices, key=lambda one: one.device):
+    for number, members in groupby(devices, key=lambda device: device.device):
         group = list(members)
         if len(group) > 1:
             _check_group(f"device[{number}].gpus", group)
 
 
 def _check_group(key: str, group: list[MachineDevice]) -> None:
-    for one in group:
-        if one.is_missing:
+    for device in group:
+        if device.is_missing:
             raise SettingError(
-                key, f"there is no GPU {one.ordinal}", "name GPUs that `nvidia-smi -L` lists"
+                key, f"there is no GPU {device.ordinal}", "name GPUs that `nvidia-smi -L` lists"
             )
     first = group[0]
-    for one in group[1:]:
-        if one.name != first.name and one.name and first.name:
-            what = f"GPU {first.ordinal} is {first.name}, and GPU {one.ordinal} is {one.name}"
-        elif one.memory_bytes != first.memory_bytes and one.memory_bytes and first.memory_bytes:
+    for device in group[1:]:
+        if device.name != first.name and device.name and first.name:
+            what = f"GPU {first.ordinal} is {first.name}, and GPU {device.ordinal} is {device.name}"
+        elif (
+            device.memory_bytes != first.memory_bytes and device.memory_bytes and first.memory_bytes
+        ):
             what = (
                 f"GPU {first.ordinal} has {format_bytes(first.memory_bytes)}, and GPU "
-                f"{one.ordinal} has {format_bytes(one.memory_bytes)}"
+                f"{device.ordinal} has {format_bytes(device.memory_bytes)}"
             )
         else:
             continue

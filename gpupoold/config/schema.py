@@ -201,7 +201,7 @@ class Problem:
 def place_of(key: str) -> tuple[int | str, ...]:
     """Return the parts of a dotted key, the reverse of ``Problem.key``."""
     parts = re.split(r"\.|(?=\[)", key)
-    return tuple(int(one[1:-1]) if one.startswith("[") else one for one in parts)
+    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 
 
 def chosen_path() -> Path | None:
@@ -242,7 +242,7 @@ def examine(raw: Mapping[str, Any]) -> tuple[Settings | None, list[Problem]]:
         found = error.errors(include_url=False)
         # Unknown keys first, because a misspelt key often explains a missing key.
         found.sort(key=lambda details: details["type"] != "extra_forbidden")
-        problems += [_problem(one) for one in (*found, *_covered(data, found))]
+        problems += [_problem(error) for error in (*found, *_covered(data, found))]
     return (None, problems) if problems else (settings, [])
 
 
@@ -269,7 +269,7 @@ def _covered(data: Mapping[str, Any], found: Sequence[ErrorDetails]) -> list[Err
     try:
         Settings.model_validate(without(data, places))
     except ValidationError as error:
-        return [one for one in error.errors(include_url=False) if one["type"] == "at_key"]
+        return [found for found in error.errors(include_url=False) if found["type"] == "at_key"]
     return []
 
 

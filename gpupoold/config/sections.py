@@ -46,7 +46,7 @@ RoleName = Literal["auto", "prefill", "decode", "mixed"]
 def _roles(value: object) -> object:
     known = get_args(RoleName)
     names = tuple(value) if isinstance(value, list | tuple) else value
-    if names == "auto" or (isinstance(names, tuple) and all(one in known for one in names)):
+    if names == "auto" or (isinstance(names, tuple) and all(name in known for name in names)):
         return names
     shown = ", ".join(f'"{name}"' for name in known)
     raise ValueError(f'{value!r}: write "auto", or a list with one role of {shown} for each device')

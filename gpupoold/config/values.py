@@ -120,10 +120,10 @@ def _path(value: object) -> object:
 def _host_names(value: object) -> object:
     if not isinstance(value, list | tuple):
         raise ValueError("write a list of host names")
-    for one in value:
-        if not isinstance(one, str) or not _HOST_NAME.fullmatch(one.lower()):
-            raise ValueError(f"{one!r} is not a host name; leave scheme, port and path out")
-    return tuple(one.lower() for one in value)
+    for name in value:
+        if not isinstance(name, str) or not _HOST_NAME.fullmatch(name.lower()):
+            raise ValueError(f"{name!r} is not a host name; leave scheme, port and path out")
+    return tuple(text.lower() for text in value)
 
 
 def _origins(value: object) -> object:
@@ -131,13 +131,15 @@ def _origins(value: object) -> object:
         raise ValueError(f"write a list of at most {_MAX_ORIGINS} origins")
     if ANY_ORIGIN in value and len(value) > 1:
         raise ValueError('"*" includes all origins; leave the others out')
-    for one in value:
-        if not isinstance(one, str) or not (one == ANY_ORIGIN or _ORIGIN.fullmatch(one.lower())):
+    for origin in value:
+        if not isinstance(origin, str) or not (
+            origin == ANY_ORIGIN or _ORIGIN.fullmatch(origin.lower())
+        ):
             raise ValueError(
-                f'{one!r} is not an origin such as "https://app.example:8443"; write scheme and '
+                f'{origin!r} is not an origin such as "https://app.example:8443"; write scheme and '
                 "host as a browser sends them, and leave the path and its first / out"
             )
-    return tuple(one.lower() for one in value)
+    return tuple(text.lower() for text in value)
 
 
 def as_tuple(value: object) -> object:
@@ -203,10 +205,10 @@ class Section(BaseModel):
 
 def effect_of(field: FieldInfo, section: Section | type[Section]) -> Effect:
     """Return the time at which a changed value of a field applies."""
-    own = (one for one in field.metadata if isinstance(one, Effect))
+    own = (mark for mark in field.metadata if isinstance(mark, Effect))
     return next(own, section.effect)
 
 
 def is_hidden(field: FieldInfo) -> bool:
     """Return whether the field's value is never shown."""
-    return any(isinstance(one, Hidden) for one in field.metadata)
+    return any(isinstance(mark, Hidden) for mark in field.metadata)

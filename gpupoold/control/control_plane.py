@@ -230,7 +230,7 @@ class ControlPlane(ControlParts):
             num_models=num_models,
             num_live_requests=len(self.dispatcher.live),
             num_refused_requests=sum(
-                one.so_far().refused for one in self.dispatcher.accounts.stats.values()
+                stat.so_far().refused for stat in self.dispatcher.accounts.stats.values()
             ),
             dropped_history_rows=self.history.dropped_rows,
             are_keys_required=self.keyring.are_required,

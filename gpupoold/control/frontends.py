@@ -65,7 +65,7 @@ class Frontends:
     @property
     def any_ready(self) -> bool:
         """True if any frontend accepts connections."""
-        return any(one.is_ready for one in self._all)
+        return any(frontend.is_ready for frontend in self._all)
 
     def start(
         self,
@@ -99,19 +99,19 @@ class Frontends:
         """
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*(one.stop() for one in self._all))
+        await asyncio.gather(*(frontend.stop() for frontend in self._all))
         self._listener.close()
 
     def check(self, _: float) -> None:
         """Ping the running frontends; to be called every second."""
-        for one in self._all:
-            if one.is_up:
-                one.send(m.Ping())
+        for frontend in self._all:
+            if frontend.is_up:
+                frontend.send(m.Ping())
 
     def send(self, message: m.Message) -> None:
         """Send to every frontend with a running process."""
-        for one in self._all:
-            one.send(message)
+        for frontend in self._all:
+            frontend.send(message)
 
     def send_to(self, number: int, message: m.Message) -> None:
         """Send to one frontend, unless its process does not run."""
@@ -119,8 +119,8 @@ class Frontends:
 
     def reconfigure(self) -> None:
         """Send the present configuration."""
-        for one in self._all:
-            one.reconfigure()
+        for frontend in self._all:
+            frontend.reconfigure()
 
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
         """Mount a model's API on every running frontend; other frontends mount the API later.
@@ -131,20 +131,22 @@ class Frontends:
         Raises:
             GpupoolError: the reason why no frontend can mount the API.
         """
-        asked = [one for one in self._all if one.is_up]
-        calls = (one.serve(model, loaded) for one in asked)
+        asked = [frontend for frontend in self._all if frontend.is_up]
+        calls = (frontend.serve(model, loaded) for frontend in asked)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [
-            (one, outcome)
-            for one, outcome in zip(asked, outcomes, strict=True)
+            (frontend, outcome)
+            for frontend, outcome in zip(asked, outcomes, strict=True)
             if isinstance(outcome, BaseException)
         ]
         if errors and True not in outcomes:
             raise errors[0][1]
-        for one, error in errors:
+        for frontend, error in errors:
             if isinstance(error, NotMounted):
                 continue  # is replaced already
-            one.end(f"mounting {model.name} failed, but succeeded in another frontend: {error}")
+            frontend.end(
+                f"mounting {model.name} failed, but succeeded in another frontend: {error}"
+            )
 
     def _replace_later(self, frontend: Frontend, error: NotMounted) -> None:
         work = self._replace(frontend, frontend.pid, error)
@@ -170,9 +172,9 @@ class Frontends:
         another frontend answers. Without another frontend, 503 with ``Retry-After`` is better than
         no answer.
         """
-        if not any(one.accepts for one in self._all):
-            for one in self._all:
-                one.accept()
+        if not any(frontend.accepts for frontend in self._all):
+            for frontend in self._all:
+                frontend.accept()
 
 
 class NotMounted(Failed):

@@ -305,7 +305,7 @@ class LiveRequests:
 
     def silent_since(self, before_s: float) -> list[LiveRequest]:
         """Return the live requests without a token or arrival since ``before_s``, oldest first."""
-        return [one for one in self._requests.values() if one.last_sign_s < before_s]
+        return [request for request in self._requests.values() if request.last_sign_s < before_s]
 
     def all(self) -> list[LiveRequest]:
         """Return all live requests, oldest first."""
@@ -333,8 +333,8 @@ class Replies:
         """Report that these live requests end with an error, which may be ``final``."""
         status = HTTPStatus.SERVICE_UNAVAILABLE if final is None else final.status
         ids: dict[tuple[int, str], list[str]] = {}
-        for one in requests:
-            ids.setdefault((one.frontend, one.model), []).append(one.request_id)
+        for request in requests:
+            ids.setdefault((request.frontend, request.model), []).append(request.request_id)
         for (number, model), request_ids in ids.items():
             failed = m.RequestsFailed(model, request_ids, reason, status, final or "")
             self.send(number, failed)
@@ -370,9 +370,9 @@ class WaitReports:
 
     async def _report(self, frontend: int, request_ids: frozenset[str]) -> None:
         found = map(self._live.get, request_ids)
-        cold = [one.request_id for one in found if one is not None and one.is_cold]
+        cold = [request.request_id for request in found if request is not None and request.is_cold]
         if cold:
-            self._send(frontend, m.Waits([m.RequestWait(one, 0) for one in cold]))
+            self._send(frontend, m.Waits([m.RequestWait(request_id, 0) for request_id in cold]))
         for line in lines_of(self._state, request_ids):
             waits = [
                 m.RequestWait(request_id, *wait)

@@ -80,16 +80,16 @@ class Reloader:
                 raise
             before = self._settings.model_copy()
             self._configuration.take(file, update)
-            changed = [one for one in changes if one.effect is not Effect.RESTART]
-            waiting = [one for one in changes if one.effect is Effect.RESTART]
-            self._apply(before, [one.key for one in changed])
+            changed = [change for change in changes if change.effect is not Effect.RESTART]
+            waiting = [change for change in changes if change.effect is Effect.RESTART]
+            self._apply(before, [change.key for change in changed])
         text = _summary(changed, waiting)
         self._history.record_event("info", "config_reloaded", "gpupoold", text)
         path = self._configuration.path
         return ReloadInfo(
             path=None if path is None else str(path),
-            changed=[change_info(one) for one in changed],
-            waiting=[change_info(one) for one in waiting],
+            changed=[change_info(change) for change in changed],
+            waiting=[change_info(change) for change in waiting],
         )
 
     def begin(self, around: Callable[[], AbstractContextManager[None]]) -> None:
@@ -136,9 +136,9 @@ class Reloader:
 
 
 def _summary(changed: list[KeyChange], waiting: list[KeyChange]) -> str:
-    parts = [f"changed {', '.join(one.key for one in changed)}"] if changed else []
+    parts = [f"changed {', '.join(change.key for change in changed)}"] if changed else []
     if waiting:
-        parts.append(f"after a restart {', '.join(one.key for one in waiting)}")
+        parts.append(f"after a restart {', '.join(change.key for change in waiting)}")
     return "; ".join(parts) or "no changes"
 
 
@@ -192,7 +192,7 @@ class Configuration:
         file = await self.read() if text is None else parsed_file(text, Path(name))
         update = await self.update_of(file)
         path = None if file.path is None else str(file.path)
-        return DiffInfo(path=path, changes=[change_info(one) for one in update.changes])
+        return DiffInfo(path=path, changes=[change_info(change) for change in update.changes])
 
     async def read(self) -> ConfigFile:
         """Read the file again."""
@@ -210,7 +210,7 @@ class Configuration:
 
     def take(self, file: ConfigFile, update: Update) -> None:
         """Apply the part of ``update``, the effect of ``file``, that needs no restart."""
-        waiting = {one.key for one in update.changes if one.effect is Effect.RESTART}
+        waiting = {change.key for change in update.changes if change.effect is Effect.RESTART}
         self._written = (file.written - waiting) | (self._written & waiting)
         self._reasons = {key: text for key, text in self._reasons.items() if key in waiting} | {
             key: text for key, text in update.reasons.items() if key not in waiting

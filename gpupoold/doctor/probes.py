@@ -144,7 +144,7 @@ def daemon_facts(client: AdminClient) -> DaemonFacts:
         lost_rows=status.dropped_history_rows,
         unsound=unsound if status.state == "ready" else "",
         failed={model.name: model.error for model in models if model.state == "failed"},
-        snapshot_bytes=sum(one.num_bytes for one in cached),
+        snapshot_bytes=sum(model.num_bytes for model in cached),
     )
 
 
@@ -296,7 +296,9 @@ def lacking_for_kernels() -> tuple[str, ...]:
     """Return what Triton and torch need to compile kernels, and is not installed."""
     needs = {
         "a C compiler": any(
-            shutil.which(one) for one in (os.environ.get("CC"), "gcc", "clang") if one
+            shutil.which(compiler)
+            for compiler in (os.environ.get("CC"), "gcc", "clang")
+            if compiler
         ),
         "g++": shutil.which(os.environ.get("CXX") or "g++") is not None,
         "Python.h": os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")),

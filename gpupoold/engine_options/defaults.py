@@ -45,7 +45,7 @@ def with_defaults(
             _set_system_prompt(merged, value, path)
         else:
             names = _names_in(path, name)
-            if all(merged.get(one) is None for one in names[1:]):
+            if all(merged.get(name) is None for name in names[1:]):
                 _set(merged, names[0].split("."), value)
     return merged
 
@@ -56,7 +56,7 @@ def _names_in(path: str, name: str) -> tuple[str, ...]:
         if name in synonyms:
             read = next((read for api, read in by_path.items() if path.startswith(api)), (name,))
             first = name if name in read else read[0]
-            return (first, *(one for one in read if one != first))
+            return (first, *(file for file in read if file != first))
     return (name,)
 
 

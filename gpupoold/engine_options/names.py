@@ -249,7 +249,7 @@ def options_for(options: Mapping[str, str], rank: int) -> dict[str, str]:
     if takes_adapters(options) and rank <= _number(options, _RANK, _DEFAULT_RANK):
         return {}
     least = _DEFAULT_RANK if not takes_adapters(options) else 1
-    needed = min(one for one in RANKS if one >= max(rank, least))
+    needed = min(size for size in RANKS if size >= max(rank, least))
     changes = {_RANK: str(needed)}
     if _PER_STEP not in options:
         changes[_PER_STEP] = str(DEFAULT_MAX_LORAS)

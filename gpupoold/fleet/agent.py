@@ -130,7 +130,7 @@ class Agent:
                 f"an order of round {moment.tick} of controller {moment.epoch} came after round "
                 f"{latest.tick} of controller {latest.epoch}"
             )
-        self._latest = max(latest, moment, key=lambda one: (one.epoch, one.tick))
+        self._latest = max(latest, moment, key=lambda moment: (moment.epoch, moment.tick))
 
     async def _carry_out(self, order: Order) -> None:
         try:

@@ -283,17 +283,17 @@ class FleetSpec:
 
 def demand_of(spec: FleetSpec, found: Collection[FleetModel]) -> ModelDemand:
     """Return the model's work on one device, summed over the reports of all nodes."""
-    window_s = max((one.window_s for one in found), default=spec.request.ttft_s)
+    window_s = max((model.window_s for model in found), default=spec.request.ttft_s)
     idle_share = 1.0
-    for one in found:
-        idle_share *= 1.0 - one.busy_share
+    for model in found:
+        idle_share *= 1.0 - model.busy_share
     return ModelDemand(
         spec.name,
-        max(LEAST_LOAD, sum(one.load for one in found)),
+        max(LEAST_LOAD, sum(model.load for model in found)),
         max(LEAST_LOAD, 1.0 - idle_share),
         window_s,
-        max((one.weights_bytes for one in found), default=0),
-        sum(one.kv_bytes for one in found),
+        max((model.weights_bytes for model in found), default=0),
+        sum(model.kv_bytes for model in found),
     )
 
 

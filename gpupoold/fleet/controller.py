@@ -145,7 +145,7 @@ class Controller:
     def add_model(self, spec: FleetSpec) -> None:
         """Place a model from now on; a changed request holds for later additions."""
         self._stored.models[spec.name] = spec
-        self._failed = {one: why for one, why in self._failed.items() if one[0] != spec.name}
+        self._failed = {place: why for place, why in self._failed.items() if place[0] != spec.name}
         self._save()
 
     def set_model(self, name: str, change: SetModelRequest, least_replicas: int | None) -> None:
@@ -176,7 +176,9 @@ class Controller:
         del self._stored.models[name]
         self._save()
         having = [node for node in self._nodes.values() if node.model(name) is not None]
-        await asyncio.gather(*(self._order(Change("remove", name, one.name, "")) for one in having))
+        await asyncio.gather(
+            *(self._order(Change("remove", name, node.name, "")) for node in having)
+        )
 
     def add_key(self, request: AddKeyRequest) -> None:
         """Give all nodes an API key, with its id and digest.
@@ -273,11 +275,11 @@ class Controller:
             self._nodes[name] = replace(node, failed=failed)
         # In a thread, because reports go on meanwhile.
         due = await asyncio.to_thread(changes, self.specs, dict(self._nodes), rebalances=rebalances)
-        retiring = [(one.node, one.model) for one in due if one.kind == "retire"]
+        retiring = [(change.node, change.model) for change in due if change.kind == "retire"]
         self._retiring = {
             node: frozenset(model for at, model in retiring if at == node) for node, _ in retiring
         }
-        await asyncio.gather(*(self._order(one) for one in due))
+        await asyncio.gather(*(self._order(change) for change in due))
 
     async def _share_keys(self) -> None:
         """Add the fleet's keys where they are missing, and remove removed keys."""

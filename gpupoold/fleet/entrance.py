@@ -184,7 +184,7 @@ class Entrance:
             elif path == "/v1/models" and method in ("GET", "HEAD"):
                 await self._list_models(scope, send)
             elif path in ("/health", "/ready") and method in ("GET", "HEAD"):
-                is_ready = any(one.takes_requests for one in self._alive())
+                is_ready = any(node.takes_requests for node in self._alive())
                 status = 200 if is_ready or path == "/health" else 503
                 await send_json(send, status, {"ready": is_ready}, with_body=method == "GET")
             else:
@@ -204,7 +204,7 @@ class Entrance:
         """Answer with the models of all nodes, as far as the caller may use the models."""
         headers = passed_on(scope["headers"])
         answers = await asyncio.gather(*(self._models(node, headers) for node in self._alive()))
-        refused = [one for one in answers if isinstance(one, NodeFailed)]
+        refused = [answer for answer in answers if isinstance(answer, NodeFailed)]
         found: dict[str, Any] = {}
         for models in answers:
             if not isinstance(models, NodeFailed):

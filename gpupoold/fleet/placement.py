@@ -53,7 +53,9 @@ def changes(
     serves the model and no request is left, and retired until then. ``rebalances`` False only
     replaces lost models.
     """
-    usable = {name: one for name, one in nodes.items() if one.takes_requests and one.num_devices}
+    usable = {
+        name: node for name, node in nodes.items() if node.takes_requests and node.num_devices
+    }
     if not usable:
         return []
     having: dict[str, dict[str, FleetModel]] = {name: {} for name in specs}
@@ -63,7 +65,10 @@ def changes(
                 having[model.name][node.name] = model
     work = [demand_of(spec, having[name].values()) for name, spec in specs.items()]
     # The models with most work go first, here and below.
-    demands = {one.model: one for one in sorted(work, key=lambda one: (-one.load, one.model))}
+    demands = {
+        demand.model: demand
+        for demand in sorted(work, key=lambda demand: (-demand.load, demand.model))
+    }
     targets = _targets(specs, demands, having, usable, rebalances=rebalances)
     found = []
     for name in demands:
@@ -206,8 +211,8 @@ def _best_move(
     here = hosted[source.name]
     cost = _cost(source, here.values())
     best, gain = None, _THRESHOLD * cost
-    for demand in sorted(movable, key=lambda one: -one.load)[:_MOST_TRIED]:
-        left = (one for name, one in here.items() if name != demand.model)
+    for demand in sorted(movable, key=lambda demand: -demand.load)[:_MOST_TRIED]:
+        left = (other for name, other in here.items() if name != demand.model)
         relief = cost - _cost(source, left)
         for target in others[-_MOST_TRIED:]:
             if demand.model in usable[target].failed:
@@ -283,13 +288,13 @@ def _limited(
     found: Sequence[Change], nodes: Mapping[str, Node], lost: Collection[str]
 ) -> list[Change]:
     """Return the changes without loads for which a node is too busy."""
-    num_loads = {name: len(one.ongoing) for name, one in nodes.items()}
+    num_loads = {name: len(node.ongoing) for name, node in nodes.items()}
     kept = []
-    for one in found:
-        if one.kind in ("add", "warm"):
-            most = _ADDITIONS_OF_LOST if one.model in lost else _ADDITIONS
-            if num_loads[one.node] >= most:
+    for change in found:
+        if change.kind in ("add", "warm"):
+            most = _ADDITIONS_OF_LOST if change.model in lost else _ADDITIONS
+            if num_loads[change.node] >= most:
                 continue
-            num_loads[one.node] += 1
-        kept.append(one)
+            num_loads[change.node] += 1
+        kept.append(change)
     return kept

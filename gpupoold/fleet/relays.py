@@ -143,7 +143,7 @@ class Relay(ABC):
         if not 0 <= int(number) < MAX_OUTPUTS:
             raise ValueError(f"a node tells tokens of sample {number}")
         output = self._outputs[int(number)]
-        token_ids = [int(one) for one in ids.split(",")]
+        token_ids = [int(token_id) for token_id in ids.split(",")]
         self._num_tokens += len(token_ids)
         if self._num_tokens > MAX_TOKENS:
             raise ValueError(f"a node tells more than {MAX_TOKENS:,} tokens")

@@ -40,7 +40,7 @@ def conversation_of(model: str, wanted: RoutedBody) -> bytes:
     except msgspec.MsgspecError:  # the node tells the client
         return b""
     first = [bytes(message) for message in messages[:_FIRST_MESSAGES]]
-    first += [bytes(one)[:_FIRST_BYTES] for one in (wanted.prompt, wanted.input)]
+    first += [bytes(text)[:_FIRST_BYTES] for text in (wanted.prompt, wanted.input)]
     return hashlib.blake2b(b"\0".join([model.encode(), *first]), digest_size=16).digest()
 
 

@@ -247,7 +247,7 @@ class VllmModelApi:
     def push(self, outputs: StepOutputs) -> None:
         if not outputs.frames:
             self._refuse_probabilities(outputs.progress)
-        errors = [one.request_id for one in outputs.progress if one.finish_reason == _ERROR]
+        errors = [item.request_id for item in outputs.progress if item.finish_reason == _ERROR]
         if errors:
             self._refuse_grammars(errors)
         self._client.push(outputs)
@@ -258,20 +258,22 @@ class VllmModelApi:
         """
         states = self._llm.output_processor.request_states
         known = (states.get(request_id) for request_id in request_ids)
-        refused = [one.request_id for one in known if one is not None and one.is_prefilling]
+        refused = [
+            request.request_id for request in known if request is not None and request.is_prefilling
+        ]
         self.fail(refused, _NO_GRAMMAR, HTTPStatus.BAD_REQUEST)
 
     def _refuse_probabilities(self, progress: Iterable[RequestProgress]) -> None:
         """Fail requests for log-probabilities at their first synthetic token, which has none."""
         states = self._llm.output_processor.request_states
         wanting = []
-        for one in progress:
-            state = states.get(one.request_id)
+        for item in progress:
+            state = states.get(item.request_id)
             if state is None or not state.is_prefilling or state.logprobs_processor is None:
                 continue
             wanted = state.logprobs_processor
             if wanted.num_logprobs is not None or wanted.num_prompt_logprobs is not None:
-                wanting.append(one.request_id)
+                wanting.append(item.request_id)
         if wanting:
             self.fail(wanting, _NO_PROBABILITIES, HTTPStatus.BAD_REQUEST)
             self._client.abort(wanting)

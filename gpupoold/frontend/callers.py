@@ -380,7 +380,7 @@ class FleetCall:
         if not 0 < sum(len(output.token_ids) for output in found.outputs) <= MAX_TOKENS:
             raise bad_request(f"A continuation has 1 to {MAX_TOKENS:,} tokens.")
         return bytes(found.request), {
-            n: one for n, one in enumerate(found.outputs) if one.token_ids
+            n: output for n, output in enumerate(found.outputs) if output.token_ids
         }
 
 
@@ -422,7 +422,7 @@ def why_impossible(so_far: OutputSoFar, max_tokens: int, vocab_size: int) -> str
     num_tokens, is_over = len(so_far.token_ids), so_far.finish_reason is not None
     if num_tokens > max_tokens or (num_tokens == max_tokens and not is_over):
         return f"{num_tokens} tokens of an answer of at most {max_tokens} leave none to make"
-    if not all(0 <= one < vocab_size for one in so_far.token_ids):
+    if not all(0 <= token_id < vocab_size for token_id in so_far.token_ids):
         return f"token ids are not below the vocabulary's size of {vocab_size}"
     return ""
 

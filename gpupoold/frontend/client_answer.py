@@ -140,10 +140,10 @@ class ClientAnswer:
         """Return comments with the tokens of each sample since the last comments."""
         untold, self._untold = self._untold, {}
         lines = (
-            f": {TOKENS_COMMENT} {number} {','.join(map(str, one.token_ids))} "
-            f"{one.finish_reason or ''}\n\n"
-            for number, one in untold.items()
-            if one.token_ids
+            f": {TOKENS_COMMENT} {number} {','.join(map(str, output.token_ids))} "
+            f"{output.finish_reason or ''}\n\n"
+            for number, output in untold.items()
+            if output.token_ids
         )
         return "".join(lines).encode()
 

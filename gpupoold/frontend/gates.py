@@ -236,10 +236,10 @@ class Gates:
     def progressed(self, progress: Iterable[RequestProgress]) -> None:
         """An engine has made outputs."""
         if self._telling:
-            for one in progress:
-                if (answer := self._telling.get(one.request_id)) is not None:
-                    number = sample_number(one.request_id)
-                    answer.note_tokens(number, one.new_token_ids, one.finish_reason)
+            for item in progress:
+                if (answer := self._telling.get(item.request_id)) is not None:
+                    number = sample_number(item.request_id)
+                    answer.note_tokens(number, item.new_token_ids, item.finish_reason)
 
     def first_tokens(self, message: FirstTokens) -> None:
         """Tell the answers of these requests how the requests have waited."""
@@ -312,7 +312,7 @@ class WaitComments:
     def progressed(self, progress: Iterable[RequestProgress]) -> None:
         """An engine has made outputs."""
         if self._waiting:
-            self.end(one.request_id for one in progress)
+            self.end(item.request_id for item in progress)
 
     def told(self, message: Waits) -> None:
         """Pass the daemon's answer on."""
@@ -333,12 +333,12 @@ class WaitComments:
             await asyncio.sleep(self._every_s / _TICKS)
             now_s, every_s = self.clock(), self._every_s
             due = [
-                (name, one)
-                for name, one in self._waiting.items()
-                if one.due_s <= now_s and one.stream.takes_comments
+                (name, waiting)
+                for name, waiting in self._waiting.items()
+                if waiting.due_s <= now_s and waiting.stream.takes_comments
             ]
-            for _, one in due:
-                one.due_s = now_s + every_s
+            for _, waiting in due:
+                waiting.due_s = now_s + every_s
             if due:
                 self.send(AskWaits([name for name, _ in due]))
 

@@ -211,7 +211,9 @@ class Catalog:
         """Replace the list."""
         self.ready = ready
         self._is_known = True
-        self._models = {one.name: one for model in models for one in (model, *_further(model))}
+        self._models = {
+            named.name: named for model in models for named in (model, *_further(model))
+        }
         # A name takes precedence over an equal alias.
         self._by_any_name = {
             alias: model for model in self._models.values() for alias in model.aliases
@@ -226,7 +228,7 @@ class Catalog:
         self._require_known()
         model = self._by_any_name.get(name)
         if model is None or not _is_in(model, scope):
-            known = [name for name, one in self._by_any_name.items() if _is_in(one, scope)]
+            known = [name for name, model in self._by_any_name.items() if _is_in(model, scope)]
             raise no_such_model(name, known)
         return model
 

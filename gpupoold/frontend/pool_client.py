@@ -385,11 +385,11 @@ def make_outputs(progress: Sequence[RequestProgress]) -> EngineCoreOutputs:
     """Return outputs as an engine would have made for these tokens."""
     outputs = [
         EngineCoreOutput(
-            one.request_id,
-            one.new_token_ids,
-            finish_reason=_FINISH_REASONS[one.finish_reason] if one.finish_reason else None,
+            item.request_id,
+            item.new_token_ids,
+            finish_reason=_FINISH_REASONS[item.finish_reason] if item.finish_reason else None,
         )
-        for one in progress
+        for item in progress
     ]
     return EngineCoreOutputs(outputs=outputs)
 
@@ -402,9 +402,9 @@ def repeat_outputs(request: EngineCoreRequest, so_far: OutputSoFar) -> list[Engi
     params = request.sampling_params
     found = [EngineCoreOutput(request.request_id, [token_id]) for token_id in so_far.token_ids]
     if params is not None and params.num_logprobs is not None:
-        for one in found:
-            ids = np.array([one.new_token_ids])
-            one.new_logprobs = LogprobsLists(ids, np.zeros((1, 1)), np.array([1]))
+        for output in found:
+            ids = np.array([output.new_token_ids])
+            output.new_logprobs = LogprobsLists(ids, np.zeros((1, 1)), np.array([1]))
     if so_far.finish_reason:
         found[-1].finish_reason = _FINISH_REASONS[so_far.finish_reason]
     return found

@@ -445,7 +445,7 @@ class CheckpointFiles:
 def _file(found: dict[Path, Manifest], commit: str, file: str) -> Response | None:
     for folder, manifest in found.items():
         # Only listed files, so that no path leads elsewhere.
-        if manifest.commit == commit and file in {one.path for one in manifest.files}:
+        if manifest.commit == commit and file in {file.path for file in manifest.files}:
             return FileResponse(folder / file, media_type="application/octet-stream")
     return None
 
@@ -458,7 +458,7 @@ def methods_of(path: str) -> tuple[str, ...]:
     """
     if path in _FIXED:
         return _FIXED[path]
-    return next((methods for one, methods in _PATTERNS.items() if one.fullmatch(path)), ())
+    return next((methods for pattern, methods in _PATTERNS.items() if pattern.fullmatch(path)), ())
 
 
 def without_slash(path: str) -> str:

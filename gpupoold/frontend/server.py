@@ -435,8 +435,8 @@ class HttpServer(Server):
             if self._refusing is not None:
                 self._refusing.load()
                 state = ServerState()
-                for one in sockets or ():
-                    stack.callback((await self._refuse(one.dup(), self._refusing, state)).close)
+                for sock in sockets or ():
+                    stack.callback((await self._refuse(sock.dup(), self._refusing, state)).close)
                 for connection in tuple(self.server_state.connections):
                     if isinstance(connection, PublicHttp):
                         connection.move(self._refusing, state)

@@ -319,7 +319,7 @@ def why_too_long(inputs: Sequence[Mapping[str, Any]], max_model_len: int) -> str
             f"{num_padded:,} inputs padded to {max_model_len:,} tokens have more than "
             f"{MAX_PROMPT_TOKENS:,} tokens in all. Send fewer inputs at once, or do not pad."
         )
-    lengths = [len(text) for one in inputs for text in _texts(one)]
+    lengths = [len(text) for item in inputs for text in _texts(item)]
     max_chars, max_in_all = _max_chars(max_model_len), MAX_CHARS_PER_TOKEN * MAX_PROMPT_TOKENS
     if (longest := max(lengths, default=0)) > max_chars:
         return (
@@ -347,7 +347,7 @@ def _counted(handler: Any, max_tokens: int) -> Callable[[Any], Any]:
     prepare = handler._prepare_generators
 
     async def counted(context: Any) -> None:
-        prompts = [one["prompts"] for one in context.engine_inputs or ()]
+        prompts = [inputs["prompts"] for inputs in context.engine_inputs or ()]
         num_tokens = sum(len(prompt.get("prompt_token_ids") or ()) for prompt in prompts)
         if num_tokens > max_tokens:
             raise VLLMValidationError(

@@ -61,12 +61,13 @@ def take_rows(request: Any, num_rows: int) -> int | None:
         replaced.update(
             where.offset + index for index, is_replaced in enumerate(mask) if is_replaced
         )
-    stand_in = next((one for one in token_ids if one < num_rows), 0)
+    stand_in = next((token_id for token_id in token_ids if token_id < num_rows), 0)
     taken = [
-        stand_in if one >= num_rows and at in replaced else one for at, one in enumerate(token_ids)
+        stand_in if token_id >= num_rows and at in replaced else token_id
+        for at, token_id in enumerate(token_ids)
     ]
     request.prompt_token_ids = taken  # the answer shows the list as it was
-    return next((one for one in taken if one >= num_rows), None)
+    return next((token_id for token_id in taken if token_id >= num_rows), None)
 
 
 def counts_prompt(params: Any) -> bool:
@@ -85,7 +86,9 @@ def drop_beyond(params: Any, vocab_size: int) -> None:
     if beyond:
         stops -= beyond
         # The worker makes the set again of these.
-        params.stop_token_ids = [one for one in params.stop_token_ids if one not in beyond]
+        params.stop_token_ids = [
+            token_id for token_id in params.stop_token_ids if token_id not in beyond
+        ]
     if params.bad_words_token_ids:
         params._bad_words_token_ids = [
             word for word in params.bad_words_token_ids if max(word, default=0) < vocab_size
@@ -118,7 +121,7 @@ def texts_of(tokenizer: Any, token_ids: list[int]) -> list[str]:
     missing = [token for token in dict.fromkeys(token_ids) if token not in texts]
     if missing:
         texts.update(zip(missing, _decode(tokenizer, missing), strict=True))
-    return [texts[one] for one in token_ids]
+    return [texts[token_id] for token_id in token_ids]
 
 
 def _decode_all(tokenizer: Any) -> None:

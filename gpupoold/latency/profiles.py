@@ -143,14 +143,14 @@ def _rank(
     return not is_exact, far, parameters_off, fit.gpu, fit.model
 
 
-def _same_dimensions(one: ModelShape, other: ModelShape) -> bool:
+def _same_dimensions(shape: ModelShape, other: ModelShape) -> bool:
     """Return whether all dimensions are equal, except the number of parameters.
 
     The vocabulary costs only one row of the last layer per sequence.
     """
     return all(
-        getattr(one, name) == getattr(other, name)
-        for name in one.__slots__
+        getattr(shape, name) == getattr(other, name)
+        for name in shape.__slots__
         if name != "num_parameters"
     )
 

@@ -338,7 +338,7 @@ class PagePool:
         index = bisect.bisect_left(self._free, run.first, key=_first)
         taken = PageRun(run.first + skip, num_pages)
         rest = (PageRun(run.first, skip), PageRun(taken.end, run.end - taken.end))
-        self._free[index : index + 1] = [one for one in rest if one.num_pages]
+        self._free[index : index + 1] = [run for run in rest if run.num_pages]
         self.num_free -= num_pages
         self.version += 1
         return taken

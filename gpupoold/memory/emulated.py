@@ -64,7 +64,9 @@ class EmulatedDevice(Device):
     ) -> None:
         super().__init__()
         self.has_link = link_bytes_per_s > 0
-        self._links = {one: ModelledLink(link_bytes_per_s or math.inf) for one in Direction}
+        self._links = {
+            direction: ModelledLink(link_bytes_per_s or math.inf) for direction in Direction
+        }
         self.page_bytes = page_bytes or default_page_bytes(device_bytes)
         self.num_pages = device_bytes // self.page_bytes
         if _TABLE_BYTES % self.page_bytes == 0:
@@ -225,7 +227,7 @@ class LinkCopyStream:
 
     def wait(self, batch: int) -> None:
         arrived = [number for number in self._arrivals_s if number <= batch]
-        self.link.wait_until(max((self._arrivals_s.pop(one) for one in arrived), default=0.0))
+        self.link.wait_until(max((self._arrivals_s.pop(page) for page in arrived), default=0.0))
 
     def close(self) -> None:
         """Return when all copies have arrived."""

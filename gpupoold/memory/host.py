@@ -430,7 +430,9 @@ class PrefixTable:
         usable = {record.number for record in records}
         for number in versions.keys() - usable:
             _WORD.pack_into(self._map, self._at(number), 0)
-        self._free = [one for one in reversed(range(self.shape.num_records)) if one not in usable]
+        self._free = [
+            index for index in reversed(range(self.shape.num_records)) if index not in usable
+        ]
         self._latest_version = max(versions.values(), default=0)
         records.sort(key=lambda record: record.last_use)
         self._latest_use = records[-1].last_use if records else 0
@@ -507,8 +509,8 @@ class PrefixTable:
             return [number for number, _ in self._versions()], total
         ring_at = self._skip + _LATEST_AT
         return [
-            _NUMBER.unpack_from(self._map, ring_at + one % _NUM_LATEST * _NUMBER.size)[0]
-            for one in range(num_seen, total)
+            _NUMBER.unpack_from(self._map, ring_at + number % _NUM_LATEST * _NUMBER.size)[0]
+            for number in range(num_seen, total)
         ], total
 
     def close(self) -> None:
@@ -519,7 +521,7 @@ class PrefixTable:
         with memoryview(self._map) as view:
             records = view[start : start + self.shape.num_records * _RECORD.size]
             with records:
-                found = [one for (one,) in _VERSIONS.iter_unpack(records)]
+                found = [version for (version,) in _VERSIONS.iter_unpack(records)]
         return ((number, version) for number, version in enumerate(found) if version)
 
     def _at(self, number: int) -> int:

@@ -178,7 +178,7 @@ class PrefixFiles:
     def forget(self, model: str) -> None:
         """Delete the files of the owners whose names begin with ``model``."""
         self._forgotten.add(model)
-        for owner in [one for one in self._known if one.startswith(model)]:
+        for owner in [owner for owner in self._known if owner.startswith(model)]:
             self._blocks.pop(owner, None)
             self._known.pop(owner, None)
             self._seen_ns.pop(owner, None)

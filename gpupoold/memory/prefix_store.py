@@ -182,7 +182,7 @@ class PrefixStore:
         Yields owner, keys, bytes of a block, and the blocks, which the caller frees.
         """
         left_bytes = max_bytes
-        for segment in [one for one in self._unwritten if one.has_arrived]:
+        for segment in [segment for segment in self._unwritten if segment.has_arrived]:
             left_bytes -= segment.slot.num_bytes
             if left_bytes < 0 and segment.slot.num_bytes < max_bytes:
                 return
@@ -194,17 +194,17 @@ class PrefixStore:
 
     def forget(self, prefix: str) -> None:
         """Free the copies of owners whose names begin with ``prefix``, at the end of their use."""
-        for segment in [one for one in self._segments if one.owner.startswith(prefix)]:
+        for segment in [segment for segment in self._segments if segment.owner.startswith(prefix)]:
             if segment.num_users:
                 self._hide(segment)
             else:
                 self._drop(segment)
-        for owner in [one for one, places in self._places.items() if not places]:
+        for owner in [owner for owner, places in self._places.items() if not places]:
             del self._places[owner]
 
     def evict_oldest(self) -> bool:
         """Evict the least recently used copies that are not in use; return False without any."""
-        segment = next((one for one in self._segments if not one.num_users), None)
+        segment = next((segment for segment in self._segments if not segment.num_users), None)
         if segment is None:
             return False
         self._drop(segment)
@@ -234,17 +234,17 @@ class PrefixStore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when places, segments and bytes disagree."""
-        assert self.used_bytes == sum(one.slot.num_bytes for one in self._segments)
-        in_use = (one.slot.num_bytes for one in self._segments if one.num_users)
+        assert self.used_bytes == sum(segment.slot.num_bytes for segment in self._segments)
+        in_use = (segment.slot.num_bytes for segment in self._segments if segment.num_users)
         assert self._pinned_bytes == sum(in_use)
         for owner, places in self._places.items():
             for key, (segment, position) in places.items():
                 assert segment in self._segments and segment.owner == owner
                 assert segment.keys[position] == key
         num_places = sum(map(len, self._places.values()))
-        known = (one for one in self._segments if not one.is_forgotten)
+        known = (segment for segment in self._segments if not segment.is_forgotten)
         assert num_places == sum(len(segment.keys) for segment in known)
-        recorded = {one.record for one in self._segments if one.record is not None}
+        recorded = {segment.record for segment in self._segments if segment.record is not None}
         assert self._table.numbers == recorded
 
     def _add(self, owner: str, keys: list[bytes], rows: Sequence[KvRow]) -> _Segment | None:

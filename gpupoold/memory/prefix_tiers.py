@@ -213,7 +213,7 @@ class PrefixTiers:
         found = [self._find(owner, key) for key in chosen]
         num_bytes = copies.num_bytes // len(chosen)
         job = self._thread.submit(self._run, found, copies, copies.places, num_bytes)
-        tiers = [one[0].tier if one is not None else "" for one in found]
+        tiers = [source[0].tier if source is not None else "" for source in found]
         return Fetch(frozenset(chosen), tiers, copies, job)
 
     def clear(self) -> None:
@@ -246,8 +246,8 @@ class PrefixTiers:
         has_arrived = False
         try:
             has_arrived = all(
-                one is not None and one[0].copy(one[1], self._bytes, place, num_bytes)
-                for one, place in zip(found, places, strict=True)
+                source is not None and source[0].copy(source[1], self._bytes, place, num_bytes)
+                for source, place in zip(found, places, strict=True)
             )
         except (OSError, ValueError) as error:
             _logger.warning("KV of an earlier request could not be fetched: %s", error)

@@ -160,7 +160,7 @@ class SlabAllocator:
 
     @property
     def used_bytes(self) -> int:
-        return sum(one.num_used * size for size, one in self._shapes.items())
+        return sum(shape.num_used * size for size, shape in self._shapes.items())
 
     @property
     def reserved_bytes(self) -> int:
@@ -224,7 +224,7 @@ class SlabAllocator:
         if is_complete:
             return allocation
         self.free(allocation)
-        for slab in [one for one in shape.slabs if one.blocks.num_free == one.blocks.num_pages]:
+        for slab in [slab for slab in shape.slabs if slab.blocks.num_free == slab.blocks.num_pages]:
             self._reclaim(shape, slab)
         return None
 
@@ -307,7 +307,7 @@ class SlabAllocator:
 
     def _slab_at(self, shape: _Shape, first: int) -> _Slab | None:
         """Return the shape's slab at a base slab, which is taken if it is free; else None."""
-        slab = next((one for one in shape.slabs if one.base.first == first), None)
+        slab = next((slab for slab in shape.slabs if slab.base.first == first), None)
         if slab is None:
             base = PageRun(first, shape.layout.num_base_slabs)
             if not shape.layout.num_blocks or not self._base.allocate_at(base):

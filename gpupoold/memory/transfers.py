@@ -211,7 +211,7 @@ class _Batches:
             self.finish_oldest()
 
     def _end_if_done(self, transfer: Transfer) -> None:
-        is_under_way = any(one is transfer for one, _, _ in self._under_way)
+        is_under_way = any(other is transfer for other, _, _ in self._under_way)
         if transfer is not self._beginning and not is_under_way:
             transfer.end()
 

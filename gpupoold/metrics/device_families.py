@@ -15,10 +15,14 @@ from gpupoold.system.nvml import Reading
 from gpupoold.wire.messages import WorkerReady, WorkerStatus
 
 _GPU_READINGS: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (
-    ("gpu_utilisation_ratio", "Share of time in which kernels ran", lambda one: one.utilisation),
-    ("gpu_temperature_celsius", "The temperature", lambda one: one.temperature_c),
-    ("gpu_power_watts", "The power", lambda one: one.power_w),
-    ("gpu_memory_used_bytes", "Memory that all processes use", lambda one: one.used_bytes),
+    (
+        "gpu_utilisation_ratio",
+        "Share of time in which kernels ran",
+        lambda reading: reading.utilisation,
+    ),
+    ("gpu_temperature_celsius", "The temperature", lambda reading: reading.temperature_c),
+    ("gpu_power_watts", "The power", lambda reading: reading.power_w),
+    ("gpu_memory_used_bytes", "Memory that all processes use", lambda reading: reading.used_bytes),
 )
 
 
@@ -42,49 +46,51 @@ def _device(scrape: Scrape) -> Iterator[Family]:
         "1; the labels describe the device.",
         ("device", "kind", "name"),
         (
-            ((number, one.device.kind, one.ready.device_name if one.ready else ""), 1)
-            for number, one in scrape.devices()
+            ((number, worker.device.kind, worker.ready.device_name if worker.ready else ""), 1)
+            for number, worker in scrape.devices()
         ),
     )
     yield gauge_of(
-        "device_up", "1 while the device's worker can load and serve.", lambda one: one.is_ready
+        "device_up",
+        "1 while the device's worker can load and serve.",
+        lambda worker: worker.is_ready,
     )
     yield gauge_of(
         "device_parked",
         "1 while the device has given its memory back until the next request.",
-        lambda one: one.state == "parked",
+        lambda worker: worker.state == "parked",
     )
     yield gauge(
         "device_role",
         "1 for the device's role, 0 for other roles.",
         ("device", "role"),
         (
-            ((number, role.value), dispatcher.roles.of(one.number)[0] is role)
-            for number, one in scrape.devices()
+            ((number, role.value), dispatcher.roles.of(worker.number)[0] is role)
+            for number, worker in scrape.devices()
             for role in Role
         ),
     )
     yield gauge_of(
         "device_draining",
         "1 while the device is emptied for maintenance.",
-        lambda one: scrape.control_plane.fleet.is_device_draining(one.number),
+        lambda worker: scrape.control_plane.fleet.is_device_draining(worker.number),
     )
     numbers = [worker.number for worker in scrape.workers]
     nums = dict(zip(numbers, dispatcher.nums_of_requests(numbers), strict=True))
     yield gauge_of(
         "device_requests",
         "Live requests on the device or assigned to the device.",
-        lambda one: nums[one.number],
+        lambda worker: nums[worker.number],
     )
     yield gauge_of(
         "device_waiting_for_kv_requests",
         "Requests not sent to the device for lack of KV memory.",
-        lambda one: dispatcher.state.num_waiting_for_kv(one.number),
+        lambda worker: dispatcher.state.num_waiting_for_kv(worker.number),
     )
     yield counter_of(
         "worker_restarts",
         "Times the device's worker has ended and was started again.",
-        lambda one: one.num_restarts,
+        lambda worker: worker.num_restarts,
     )
     yield counter_of(
         "device_steps",
@@ -105,33 +111,33 @@ def _gpu(scrape: Scrape) -> Iterator[Family]:
     yield gauge_of(
         "device_utilisation_ratio",
         "Share of time in which kernels ran; absent without a reading.",
-        lambda one: one.reading.utilisation,
+        lambda worker: worker.reading.utilisation,
     )
     yield gauge_of(
         "device_temperature_celsius",
         "The GPU's temperature; absent without a reading.",
-        lambda one: one.reading.temperature_c,
+        lambda worker: worker.reading.temperature_c,
     )
     yield gauge_of(
         "device_power_watts",
         "The GPU's power; absent without a reading.",
-        lambda one: one.reading.power_w,
+        lambda worker: worker.reading.power_w,
     )
     yield counter_of(
         "device_energy_joules",
         "The GPU's energy since the driver was loaded; absent without a reading.",
-        lambda one: one.reading.energy_j,
+        lambda worker: worker.reading.energy_j,
     )
 
 
 def _group_gpus(scrape: Scrape) -> Iterator[Family]:
     """Yield the families of each GPU of a group."""
-    groups = [(number, one) for number, one in scrape.devices() if one.device.num_gpus > 1]
+    groups = [(number, worker) for number, worker in scrape.devices() if worker.device.num_gpus > 1]
     yield gauge(
         "device_gpus",
         "Number of GPUs of the device: more than 1 for a group.",
         ("device",),
-        (((number,), one.device.num_gpus) for number, one in scrape.devices()),
+        (((number,), worker.device.num_gpus) for number, worker in scrape.devices()),
     )
     for name, text, value in _GPU_READINGS:
         yield gauge(
@@ -140,8 +146,8 @@ def _group_gpus(scrape: Scrape) -> Iterator[Family]:
             ("device", "gpu"),
             (
                 ((number, str(gpu.ordinal)), reading)
-                for number, one in groups
-                for gpu in one.reading.gpus
+                for number, worker in groups
+                for gpu in worker.reading.gpus
                 if (reading := value(gpu)) is not None
             ),
         )
@@ -160,8 +166,8 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
         ("device", "kind"),
         (
             ((number, kind), num_bytes)
-            for number, one in scrape.devices()
-            for kind, num_bytes in _memory_split(one)
+            for number, worker in scrape.devices()
+            for kind, num_bytes in _memory_split(worker)
         ),
     )
     yield gauge_of(
@@ -201,8 +207,8 @@ def _engines(scrape: Scrape) -> Iterator[Family]:
         ("device", "model"),
         (
             ((number, model), host.memory.device_bytes)
-            for number, one in scrape.devices()
-            for model, host in hosts.engines_on(one.number).items()
+            for number, worker in scrape.devices()
+            for model, host in hosts.engines_on(worker.number).items()
         ),
     )
     yield gauge(
@@ -211,8 +217,8 @@ def _engines(scrape: Scrape) -> Iterator[Family]:
         ("device", "model", "stage"),
         (
             ((number, model, stage), seconds)
-            for number, one in scrape.devices()
-            for model, host in hosts.engines_on(one.number).items()
+            for number, worker in scrape.devices()
+            for model, host in hosts.engines_on(worker.number).items()
             for stage, seconds in host.load.by_name().items()
         ),
     )
@@ -279,14 +285,12 @@ def _switches(scrape: Scrape) -> Iterator[Family]:
             for kind in MOVED_KINDS
         ),
     )
+    switch_seconds = scrape.control_plane.dispatcher.accounts.meters.switch_seconds
     yield histogram(
         "switch_seconds",
         "How long a switch took, all stages together, by kind.",
         ("kind",),
-        (
-            ((kind,), one)
-            for kind, one in scrape.control_plane.dispatcher.accounts.meters.switch_seconds.items()
-        ),
+        (((kind,), times) for kind, times in switch_seconds.items()),
     )
 
 
@@ -297,8 +301,8 @@ def _memory_split(worker: Worker) -> list[tuple[str, int]]:
     held = memories(worker)
     return [
         ("free", worker.status.activity.free_bytes),
-        ("weights", sum(one.weights_resident_bytes for one in held)),
-        ("kv", sum(one.kv_resident_bytes for one in held)),
+        ("weights", sum(model.weights_resident_bytes for model in held)),
+        ("kv", sum(model.kv_resident_bytes for model in held)),
     ]
 
 

@@ -129,8 +129,8 @@ def _kv_share(scrape: Scrape) -> float | None:
         if worker.ready is None or worker.status is None:
             continue
         held = memories(worker)
-        kv_bytes += sum(one.kv_resident_bytes for one in held)
-        largest_bytes = max((one.weights_resident_bytes for one in held), default=0)
+        kv_bytes += sum(model.kv_resident_bytes for model in held)
+        largest_bytes = max((model.weights_resident_bytes for model in held), default=0)
         limit_bytes += worker.ready.facts.device_bytes - largest_bytes
     return min(1.0, kv_bytes / limit_bytes) if limit_bytes > 0 else None
 

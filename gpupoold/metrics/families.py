@@ -99,7 +99,7 @@ def one_each(
     known = list(items)
 
     def family(name: str, text: str, value: Callable[[T], float | None]) -> Family:
-        return make(name, text, (label,), (((key,), value(one)) for key, one in known))
+        return make(name, text, (label,), (((key,), value(item)) for key, item in known))
 
     return family
 
@@ -171,12 +171,12 @@ class Scrape:
         return cls(
             control_plane,
             rows,
-            {name: one.so_far_with_latencies() for name, one in stats.items()},
-            {name: one.attainment_1m(now_s) for name, one in stats.items()},
+            {name: model.so_far_with_latencies() for name, model in stats.items()},
+            {name: model.attainment_1m(now_s) for name, model in stats.items()},
             saved_bytes,
-            {name: one.drafts for name, one in stats.items() if one.drafts.num_drafts},
-            {name: one.background_tokens for name, one in stats.items()},
-            {name: one.paced for name, one in stats.items() if len(one.paced)},
+            {name: model.drafts for name, model in stats.items() if model.drafts.num_drafts},
+            {name: model.background_tokens for name, model in stats.items()},
+            {name: model.paced for name, model in stats.items() if len(model.paced)},
             _waiting(control_plane, rows),
         )
 
@@ -206,7 +206,7 @@ class Scrape:
 
 
 def _names(rows: dict[str, ModelRow]) -> list[str]:
-    further = (one.name for row in rows.values() for one in row.spec.further)
+    further = (name_row.name for row in rows.values() for name_row in row.spec.further)
     return [*rows, *further]
 
 

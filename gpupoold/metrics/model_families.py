@@ -24,14 +24,14 @@ def model_families(scrape: Scrape) -> Iterator[Family]:
 def _requests(scrape: Scrape) -> Iterator[Family]:
     of_counts = one_each(counter, "model", scrape.counts.items())
     of_meters = one_each(counter, "model", scrape.models())
-    yield of_counts("requests", "Admitted requests.", lambda one: one.requests)
+    yield of_counts("requests", "Admitted requests.", lambda counts: counts.requests)
     yield counter(
         "requests_finished",
         "Ended requests, by reason.",
         ("model", "reason"),
         (
-            ((name, reason.value), one.finished[reason])
-            for name, one in scrape.models()
+            ((name, reason.value), meter.finished[reason])
+            for name, meter in scrape.models()
             for reason in FinishReason
         ),
     )
@@ -40,20 +40,20 @@ def _requests(scrape: Scrape) -> Iterator[Family]:
         "Refused requests, by reason.",
         ("model", "reason"),
         (
-            ((name, reason), one.refused[reason])
-            for name, one in scrape.models()
+            ((name, reason), meter.refused[reason])
+            for name, meter in scrape.models()
             for reason in REFUSAL_REASONS
         ),
     )
     yield of_counts(
         "requests_dropped",
         "Admitted requests dropped before their first step, too late for the first token.",
-        lambda one: one.dropped,
+        lambda counts: counts.dropped,
     )
     yield of_meters(
         "requests_resumed",
         "Resumptions of requests after the end of a worker, on any worker.",
-        lambda one: one.resumed,
+        lambda meter: meter.resumed,
     )
 
 
@@ -61,53 +61,53 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
     of_counts = one_each(counter, "model", scrape.counts.items())
     of_meters = one_each(counter, "model", scrape.models())
     yield of_meters(
-        "prompt_tokens", "Prompt tokens of admitted requests.", lambda one: one.prompt_tokens
+        "prompt_tokens", "Prompt tokens of admitted requests.", lambda meter: meter.prompt_tokens
     )
     yield of_counts(
         "output_tokens_in_time",
         "Tokens sent by their deadlines, which are fixed at the request's arrival.",
-        lambda one: one.tokens_in_time,
+        lambda counts: counts.tokens_in_time,
     )
-    yield of_counts("output_tokens", "Tokens sent.", lambda one: one.tokens)
+    yield of_counts("output_tokens", "Tokens sent.", lambda counts: counts.tokens)
     yield counter(
         "background_tokens",
         "Tokens made for batches, which no other metric of tokens counts.",
         _MODEL,
-        (((name,), one) for name, one in scrape.background_tokens.items()),
+        (((name,), number) for name, number in scrape.background_tokens.items()),
     )
     of_drafts = one_each(counter, "model", scrape.drafts.items())
     yield of_drafts(
-        "drafts", "Drafts verified by speculative decoding.", lambda one: one.num_drafts
+        "drafts", "Drafts verified by speculative decoding.", lambda counts: counts.num_drafts
     )
-    yield of_drafts("draft_tokens", "Tokens in drafts.", lambda one: one.num_draft_tokens)
+    yield of_drafts("draft_tokens", "Tokens in drafts.", lambda counts: counts.num_draft_tokens)
     yield of_drafts(
         "accepted_draft_tokens",
         "Tokens in drafts that were accepted, and sent.",
-        lambda one: one.num_accepted_tokens,
+        lambda counts: counts.num_accepted_tokens,
     )
     yield gauge(
         "attainment_ratio",
         "Share of the last minute's tokens sent in time; absent without tokens.",
         _MODEL,
-        (((name,), one) for name, one in scrape.attainments.items()),
+        (((name,), number) for name, number in scrape.attainments.items()),
     )
     yield histogram(
         "time_to_first_token_seconds",
         "Time from a request's arrival to the first token.",
         _MODEL,
-        (((name,), one.ttft) for name, one in scrape.counts.items()),
+        (((name,), counts.ttft) for name, counts in scrape.counts.items()),
     )
     yield histogram(
         "time_between_tokens_seconds",
         "Time between two tokens of a request.",
         _MODEL,
-        (((name,), one.tbt) for name, one in scrape.counts.items()),
+        (((name,), counts.tbt) for name, counts in scrape.counts.items()),
     )
     yield histogram(
         "paced_gap_seconds",
         "Time between two tokens of a paced stream, as released to the client.",
         _MODEL,
-        (((name,), one) for name, one in scrape.paced.items()),
+        (((name,), number) for name, number in scrape.paced.items()),
     )
     yield counter(
         "request_stage_seconds",
@@ -115,9 +115,9 @@ def _tokens(scrape: Scrape) -> Iterator[Family]:
         ("model", "phase", "stage"),
         (
             ((name, phase, stage), stage_s)
-            for name, one in scrape.counts.items()
+            for name, counts in scrape.counts.items()
             for phase in ("first_token", "between_tokens")
-            for stage, stage_s in getattr(one, phase).by_name().items()
+            for stage, stage_s in getattr(counts, phase).by_name().items()
         ),
     )
 
@@ -147,7 +147,11 @@ def _now(scrape: Scrape) -> Iterator[Family]:
         "model_state",
         "1 for the model's state, 0 for other states.",
         ("model", "state"),
-        (((name, one.value), states[name] is one) for name in scrape.rows for one in ModelState),
+        (
+            ((name, model.value), states[name] is model)
+            for name in scrape.rows
+            for model in ModelState
+        ),
     )
     of_rows = one_each(gauge, "model", scrape.rows.items())
     yield of_rows(
@@ -177,11 +181,11 @@ def _now(scrape: Scrape) -> Iterator[Family]:
 def _memory(scrape: Scrape) -> Iterator[Family]:
     held: Counter[tuple[str, str]] = Counter()
     for worker in scrape.workers:
-        for one in memories(worker):
-            held[one.model, "weights"] += one.weights_resident_bytes
-            held[one.model, "kv"] += one.kv_resident_bytes
-            held[one.model, "kv_host"] += one.kv_host_bytes
-            held[one.model, "encoder"] += one.encoder_bytes
+        for model in memories(worker):
+            held[model.model, "weights"] += model.weights_resident_bytes
+            held[model.model, "kv"] += model.kv_resident_bytes
+            held[model.model, "kv_host"] += model.kv_host_bytes
+            held[model.model, "encoder"] += model.encoder_bytes
     for of, snapshot in scrape.control_plane.cache.snapshots.items():
         held[of.model, "snapshot_host"] += snapshot.num_bytes
     yield gauge(
@@ -223,20 +227,20 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
     yield of_meters(
         "model_cache_hits",
         "Requests that arrived while their model's weights were ready.",
-        lambda one: one.cache_hits,
+        lambda meter: meter.cache_hits,
     )
     yield of_meters(
         "model_cache_misses",
         "Requests that waited until their model's weights were ready.",
-        lambda one: one.cache_misses,
+        lambda meter: meter.cache_misses,
     )
     yield of_meters(
         "model_quarantines",
         "Times the model was put into quarantine after repeated crashes of workers.",
-        lambda one: one.quarantines,
+        lambda meter: meter.quarantines,
     )
     yield of_meters(
         "model_self_check_failures",
         "Times the model answered the self-check's prompt wrongly and was loaded anew.",
-        lambda one: one.self_check_failures,
+        lambda meter: meter.self_check_failures,
     )

@@ -36,7 +36,7 @@ _CLASSES: dict[str, type] = {
     and kind.__module__ == module.__name__
     and not issubclass(kind, BaseException)
 }
-_CONTAINERS: dict[str, type] = {one.__name__: one for one in (list, set, deque, dict)}
+_CONTAINERS: dict[str, type] = {kind.__name__: kind for kind in (list, set, deque, dict)}
 
 # Exceptions raised while objects are created and filled from a malformed line.
 _MALFORMED = (
@@ -198,4 +198,4 @@ def _hints(kind: str) -> dict[str, Any]:
 @cache
 def _slots(kind: str) -> tuple[str, ...]:
     mro = _CLASSES[kind].__mro__ if kind in _CLASSES else ()
-    return tuple(name for one in mro for name in vars(one).get("__slots__", ()))
+    return tuple(name for base in mro for name in vars(base).get("__slots__", ()))

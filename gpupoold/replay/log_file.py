@@ -158,7 +158,7 @@ class RecordedCore:
         """Handle events as :meth:`Core.handle` does, with the same errors, and record the call."""
         given = tuple(events)
         segment = self._segments[-1]
-        num_names = sum(len(one.request_ids) for one in given if isinstance(one, Stepped))
+        num_names = sum(len(event.request_ids) for event in given if isinstance(event, Stepped))
         is_full = self._num_names + num_names > self._max_names_per_segment
         if len(segment.entries) >= self._max_per_segment or (is_full and segment.entries):
             segment = self._turn_over()
@@ -391,7 +391,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(inner) for inner in value]
     return value

@@ -88,7 +88,9 @@ def num_ahead(device: DeviceState, now_s: float) -> int:
     """Return the number of waiting requests that get memory before a new request."""
     lines = device.waiting_for_kv
     orders = [(name, _order(device, name, now_s)) for name in lines]
-    return sum(one.id in lines[name].requests for name, order in orders for one in order.on_time)
+    return sum(
+        request.id in lines[name].requests for name, order in orders for request in order.on_time
+    )
 
 
 def _gets_room(device: DeviceState, request: Request, kept: Collection[str], now_s: float) -> bool:
@@ -101,8 +103,12 @@ def _gets_room(device: DeviceState, request: Request, kept: Collection[str], now
         return False
     for name in list(device.queued):
         queued = device.queued[name].requests
-        late = [one for one in _order(device, name, now_s).late if one.id in queued]
-        left = [one for one in late if one.id not in kept and not _is_starving(one, now_s)]
+        late = [request for request in _order(device, name, now_s).late if request.id in queued]
+        left = [
+            request
+            for request in late
+            if request.id not in kept and not _is_starving(request, now_s)
+        ]
         _put_back(device, left)
     return _has_room(device, request)
 
@@ -113,15 +119,15 @@ def _is_starving(request: Request, now_s: float) -> bool:
 
 def _order(device: DeviceState, name: str, now_s: float) -> PrefillOrder:
     """Return the order of a model's prompts that are not sent, with memory or without."""
-    batches = [one[name] for one in (device.queued, device.waiting_for_kv) if name in one]
+    batches = [line[name] for line in (device.queued, device.waiting_for_kv) if name in line]
     return order_of(batches, device, now_s)
 
 
 def _put_back(device: DeviceState, requests: Sequence[Request]) -> None:
     """Move queued requests back to waiting, before the waiting requests of their model."""
-    for name in dict.fromkeys(one.model.name for one in requests):
+    for name in dict.fromkeys(request.model.name for request in requests):
         behind = device.waiting_for_kv.pop(name, None)
-        for request in [one for one in requests if one.model.name == name]:
+        for request in [request for request in requests if request.model.name == name]:
             device.queued[name].remove(request)
             device.enqueue(request, must_wait=True)
         for request in behind.requests.values() if behind else ():
@@ -142,7 +148,7 @@ def _first(device: DeviceState, name: str, now_s: float) -> tuple[Request, bool]
         if not any(_is_starving(other, now_s) for other in others):
             return oldest, False
     on_time = _order(device, name, now_s).on_time
-    first = next((one for one in on_time if one.id in line), None)
+    first = next((request for request in on_time if request.id in line), None)
     return (oldest, True) if first is None else (first, False)
 
 
@@ -231,7 +237,7 @@ def num_others(device: DeviceState) -> int:
     """Return the number of a device's requests that are not background requests."""
     batches = (*device.working.values(), *device.queued.values(), *device.waiting_for_kv.values())
     num_here = sum(len(batch.requests) - batch.num_background for batch in batches)
-    return num_here + sum(not one.is_background for one in device.moving.values())
+    return num_here + sum(not request.is_background for request in device.moving.values())
 
 
 def is_background_turn(device: DeviceState) -> bool:
@@ -243,7 +249,7 @@ def is_background_turn(device: DeviceState) -> bool:
 
 def _can_take(device: DeviceState, model: Model, num_tokens: int) -> bool:
     """Return whether a device can take a background request with ``num_tokens`` at its end."""
-    if device.waiting_for_kv or any(_has_prompts(one) for one in device.working.values()):
+    if device.waiting_for_kv or any(_has_prompts(batch) for batch in device.working.values()):
         return False
     if any(batch.num_background < len(batch.requests) for batch in device.queued.values()):
         return False
@@ -301,22 +307,24 @@ def prefill_order(
     ``prefill_s``: sum of the queued prefills; ``factor``: seconds until a prefill has ended, per
     second of prefill.
     """
-    if start_s + factor * prefill_s <= min((one.next_deadline_s for one in queued), default=0.0):
+    if start_s + factor * prefill_s <= min(
+        (request.next_deadline_s for request in queued), default=0.0
+    ):
         return PrefillOrder(list(queued), ())
     expired: list[Request] = []
     jobs: list[Job] = []
     by_id: dict[str, Request] = {}
-    for one in queued:
-        deadline_s = one.next_deadline_s
+    for request in queued:
+        deadline_s = request.next_deadline_s
         if deadline_s < start_s:
-            expired.append(one)
+            expired.append(request)
             continue
-        by_id[one.id] = one
-        jobs.append(_job(one, deadline_s, speed, factor))
+        by_id[request.id] = request
+        jobs.append(_job(request, deadline_s, speed, factor))
     admission = most_on_time(jobs, start_s)
     late = [by_id[job.job_id] for job in admission.late]
     on_time = [by_id[job.job_id] for job in admission.on_time]
-    if len({one.priority for one in on_time}) > 1:
+    if len({request.priority for request in on_time}) > 1:
         on_time.sort(key=_due_with_head_start_s)
     return PrefillOrder(on_time, expired + late)
 
@@ -386,15 +394,15 @@ def split_by_deadline(
     on_time_s: list[float] = []
     jobs: list[Job] = []
     sent_s = 0.0
-    for one, deadline_s in zip(requests, deadlines_s, strict=True):
+    for request, deadline_s in zip(requests, deadlines_s, strict=True):
         if deadline_s < expired_at_s:
             continue
-        if one.phase is RequestPhase.QUEUED:
-            jobs.append(_job(one, deadline_s, speed))
+        if request.phase is RequestPhase.QUEUED:
+            jobs.append(_job(request, deadline_s, speed))
             continue
         on_time_s.append(deadline_s)
-        if one.phase is not RequestPhase.DECODING:
-            sent_s += speed.costs.prefill_s(one.prefill_tokens)
+        if request.phase is not RequestPhase.DECODING:
+            sent_s += speed.costs.prefill_s(request.prefill_tokens)
     admission = most_on_time(jobs, start_s + sent_s)
     on_time_s += [job.deadline_s for job in admission.on_time]
     late_s = [job.deadline_s for job in admission.late]

@@ -146,7 +146,9 @@ class Core:
             return
         # Requests that were not sent to the device yet can go to other devices.
         waiting = [
-            one for queue in device.waiting_for_kv.values() for one in queue.requests.values()
+            request
+            for queue in device.waiting_for_kv.values()
+            for request in queue.requests.values()
         ]
         for request in [*device.queued_requests(), *waiting]:
             device.dequeue(request)
@@ -186,8 +188,8 @@ class Core:
         device = self.state.devices.get(event.device)
         if model is None or device is None or device.number not in model.hosts:
             return
-        requests = [one for one in self.state.requests.values() if one.model is model]
-        lost = [one for one in requests if one.device == device.number]
+        requests = [request for request in self.state.requests.values() if request.model is model]
+        lost = [request for request in requests if request.device == device.number]
         for request in lost:
             _remove(request, device)
         self._take_off(device, model)
@@ -346,7 +348,7 @@ class Core:
         device = self.state.devices.get(event.device)
         if device is not None:
             known = self.state.models
-            device.missing_bytes.update(one for one in event.missing_bytes if one[0] in known)
+            device.missing_bytes.update(pair for pair in event.missing_bytes if pair[0] in known)
 
     def _turn_ended(self, event: e.TurnEnded, now_s: float) -> None:
         device = self.state.devices.get(event.device)
@@ -459,10 +461,14 @@ def _learn_step(batch: Batch, event: e.Stepped) -> None:
     the batch wait for prefill or KV. For several steps, ``step_s`` is the time of the middle step.
     """
     assert event.step_s is not None
-    ran = [batch.requests[one] for one in event.request_ids if one in batch.requests]
+    ran = [
+        batch.requests[request_id]
+        for request_id in event.request_ids
+        if request_id in batch.requests
+    ]
     if not ran:
         return
-    context_tokens = sum(one.context_tokens for one in ran)
+    context_tokens = sum(request.context_tokens for request in ran)
     context_tokens += len(ran) * max(event.num_tokens - 1, 0) // 2
     speed = batch.speed
     predicted_s = speed.costs.step_s(len(ran), context_tokens)

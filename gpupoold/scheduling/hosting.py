@@ -134,13 +134,17 @@ def choose(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hostin
         if model.name not in device.engines and model.allows(device.number)
     ]
     if model.fixed:
-        fitting = [one for one in lacking if _victims(model, one, HostingReason.FIXED) is not None]
-        return [HostingChoice(one.number, HostingReason.FIXED) for one in _sorted(model, fitting)]
+        fitting = [
+            device for device in lacking if _victims(model, device, HostingReason.FIXED) is not None
+        ]
+        return [
+            HostingChoice(device.number, HostingReason.FIXED) for device in _sorted(model, fitting)
+        ]
     if not model.is_wanted:
         return []
     hosts = [device for device in devices if model.name in device.engines]
     is_hosted = any(not host.is_draining for host in hosts)
-    candidates = [one for one in lacking if not one.is_draining]
+    candidates = [device for device in lacking if not device.is_draining]
     if not candidates and not hosts:
         candidates = lacking
     first = _first(model, candidates, is_hosted=is_hosted)
@@ -149,7 +153,10 @@ def choose(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hostin
         for candidate in candidates
         if not candidate.is_draining and not candidate.short_bytes(model.need(candidate.number))
     ]
-    return [*first, *(one for one in spare if one.device not in {two.device for two in first})]
+    return [
+        *first,
+        *(choice for choice in spare if choice.device not in {two.device for two in first}),
+    ]
 
 
 def _first(
@@ -169,8 +176,8 @@ def _first(
         candidate for candidate in candidates if _victims(model, candidate, reason) is not None
     ]
     if is_hosted:  # a busy device would not help
-        fitting = [one for one in fitting if not one.num_requests and not one.num_loads]
-    return [HostingChoice(one.number, reason) for one in _sorted(model, fitting)[:1]]
+        fitting = [device for device in fitting if not device.num_requests and not device.num_loads]
+    return [HostingChoice(device.number, reason) for device in _sorted(model, fitting)[:1]]
 
 
 def victims(device: HostingDevice, num_bytes: int, reason: HostingReason) -> list[str] | None:
@@ -230,7 +237,7 @@ def _victims(model: HostingModel, device: HostingDevice, reason: HostingReason) 
 
 def _idle(device: HostingDevice) -> HostingDevice:
     """Return the device as if its requests had ended."""
-    engines = {name: replace(one, is_busy=False) for name, one in device.engines.items()}
+    engines = {name: replace(engine, is_busy=False) for name, engine in device.engines.items()}
     return replace(device, engines=engines)
 
 
@@ -258,7 +265,7 @@ def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hosti
     def cost(device: HostingDevice) -> tuple[bool, bool, bool, int, int, int, int]:
         need_bytes = model.need(device.number)
         evicted = victims(device, need_bytes, HostingReason.NEEDED) or []
-        ends_others = any(device.engines[one].is_only for one in evicted)
+        ends_others = any(device.engines[name].is_only for name in evicted)
         work = device.num_loads, device.num_requests
         num_only = sum(engine.is_only for engine in device.engines.values())
         is_home = device.number == model.home

@@ -115,7 +115,7 @@ def _check_batch(where: str, name: str, batch: Batch, device: DeviceState, state
         said, true = getattr(batch, sum_name), getattr(counted, sum_name)
         if said != true:
             _fail(f"{where} says {sum_name} is {said}, but it is {true}")
-    if list(batch.deadlines_s) != [one.next_deadline_s for one in batch.requests.values()]:
+    if list(batch.deadlines_s) != [request.next_deadline_s for request in batch.requests.values()]:
         _fail(f"{where} has deadlines that are not those of its requests")
     if batch.load() != counted.load():
         _fail(f"{where} says its load is {batch.load():.3g}, but it is {counted.load():.3g}")

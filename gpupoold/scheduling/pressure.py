@@ -74,7 +74,7 @@ def _load(device: HomeDevice, names: Iterable[str]) -> float:
 
 def has_hurried(device: HomeDevice) -> bool:
     """Return whether a model has a window of less than two absences for turns of another."""
-    largest = sorted(device.demands.values(), key=lambda one: -one.num_bytes)[:2]
+    largest = sorted(device.demands.values(), key=lambda demand: -demand.num_bytes)[:2]
     if len(largest) < 2:
         return False
     absence_s = _absence_s(largest[0], largest[1], device)
@@ -93,7 +93,7 @@ def switching_shares(device: HomeDevice, names: Sequence[str]) -> dict[str, floa
     shares = {}
     for name, demand in device.demands.items():
         if name in names:
-            without = [one for one in demands if one is not demand]
+            without = [other for other in demands if other is not demand]
             shares[name] = present - _switching(device, without)
         else:
             shares[name] = _switching(device, [*demands, demand]) - present
@@ -108,20 +108,20 @@ def _switching(device: HomeDevice, demands: Sequence[ModelDemand]) -> float:
     """
     if len(demands) < 2 or sum(demand.num_bytes for demand in demands) <= device.capacity_bytes:
         return 0.0
-    hurried = min(demands, key=lambda one: one.window_s)
-    largest, second = nlargest(2, demands, key=lambda one: one.num_bytes)
+    hurried = min(demands, key=lambda demand: demand.window_s)
+    largest, second = nlargest(2, demands, key=lambda demand: demand.num_bytes)
     idle_share = math.prod(1 - demand.busy_share for demand in demands)
     share = 0.0
-    for one in demands:
-        if one is hurried:
+    for demand in demands:
+        if demand is hurried:
             continue
-        others_idle = _idle_without(one, demands, idle_share)
-        lost_s = _copy_s(one, second if one is largest else largest, device)
-        lost_s += _copy_s(hurried, one, device)
+        others_idle = _idle_without(demand, demands, idle_share)
+        lost_s = _copy_s(demand, second if demand is largest else largest, device)
+        lost_s += _copy_s(hurried, demand, device)
         absence_s = lost_s + _LEAST_TURN_S
         if absence_s > hurried.window_s:
             lost_s += hurried.busy_share * absence_s
-        share += one.busy_share * (1 - others_idle) / one.window_s * lost_s
+        share += demand.busy_share * (1 - others_idle) / demand.window_s * lost_s
     return share
 
 
@@ -129,12 +129,12 @@ def _idle_without(demand: ModelDemand, demands: Sequence[ModelDemand], idle_shar
     """Return the share of time without requests of the others; ``idle_share``: of all models."""
     if demand.busy_share < 1:
         return idle_share / (1 - demand.busy_share)
-    return math.prod(1 - one.busy_share for one in demands if one is not demand)
+    return math.prod(1 - other.busy_share for other in demands if other is not demand)
 
 
-def _absence_s(one: ModelDemand, other: ModelDemand, device: HomeDevice) -> float:
+def _absence_s(demand: ModelDemand, other: ModelDemand, device: HomeDevice) -> float:
     """Return the seconds for a short turn of another model, with both switches."""
-    return _copy_s(one, other, device) + _copy_s(other, one, device) + _LEAST_TURN_S
+    return _copy_s(demand, other, device) + _copy_s(other, demand, device) + _LEAST_TURN_S
 
 
 def _copy_s(demand: ModelDemand, before: ModelDemand, device: HomeDevice) -> float:
@@ -163,7 +163,7 @@ def better_homes(
     for name, number in chosen.items():
         placed[number].append(name)
     known = {demand.model: demand for device in devices for demand in device.demands.values()}
-    for name in sorted(known.keys() - chosen.keys(), key=lambda one: (-known[one].load, one)):
+    for name in sorted(known.keys() - chosen.keys(), key=lambda name: (-known[name].load, name)):
         able = [device for device in devices if name in device.demands]
         best = min(able, key=lambda device: _growth(device, placed[device.number], name))
         placed[best.number].append(name)
@@ -193,7 +193,7 @@ def _best_move(
     costs = {device.number: _cost(device, placed[device.number]) for device in devices}
     loads = {device.number: _load(device, placed[device.number]) for device in devices}
     least_gain = threshold * sum(costs.values())
-    ranked = sorted(devices, key=lambda one: -costs[one.number])
+    ranked = sorted(devices, key=lambda device: -costs[device.number])
     for source in ranked[:_NUM_SOURCES]:
         best, best_gain = None, least_gain
         for target in ranked[-_NUM_TARGETS:]:
@@ -229,7 +229,7 @@ def _gain_of_loads(move: _Move, loads: Mapping[int, float], costs: Mapping[int, 
 
 def _gain(move: _Move, placed: Mapping[int, Sequence[str]], costs: Mapping[int, float]) -> float:
     source, target = move.source, move.target
-    left = [one for one in placed[source.number] if one not in move.leave]
-    there = [one for one in placed[target.number] if one not in move.come]
+    left = [name for name in placed[source.number] if name not in move.leave]
+    there = [name for name in placed[target.number] if name not in move.come]
     before = costs[source.number] + costs[target.number]
     return before - _cost(source, [*left, *move.come]) - _cost(target, [*there, *move.leave])

@@ -80,8 +80,8 @@ class RolePlanner:
     def changes(self, state: State, now_s: float) -> Iterable[tuple[DeviceState, Role]]:
         """Return the next step towards the wanted roles."""
         usable = [state.devices[n] for n in sorted(state.devices)]
-        usable = [one for one in usable if not one.is_draining]
-        if all(one.is_role_fixed for one in usable):
+        usable = [device for device in usable if not device.is_draining]
+        if all(device.is_role_fixed for device in usable):
             return
         if not covers(usable):
             yield from self._step(usable, None, now_s)
@@ -94,10 +94,14 @@ class RolePlanner:
 
     def _wish(self, state: State, usable: Sequence[DeviceState], now_s: float) -> int | None:
         """Return the wanted number of prefill devices, None if all should do both."""
-        num_prefill = sum(one.role is Role.PREFILL for one in usable)
-        is_split = any(one.role is not Role.MIXED for one in usable if not one.is_role_fixed)
+        num_prefill = sum(device.role is Role.PREFILL for device in usable)
+        is_split = any(
+            device.role is not Role.MIXED for device in usable if not device.is_role_fixed
+        )
         present = num_prefill if is_split else None
-        if len(usable) < 2 or any(one.is_role_fixed and one.role is Role.MIXED for one in usable):
+        if len(usable) < 2 or any(
+            device.is_role_fixed and device.role is Role.MIXED for device in usable
+        ):
             return None
         arrivals = state.arrivals.recent
         if arrivals.seen_s(now_s) < _OBSERVE_S:
@@ -111,14 +115,16 @@ class RolePlanner:
         demands = _mean_demands(state, rates_rps, usable)
         main_share = _main_share(demands)
         known = [name for name in rates_rps if name in state.models]
-        hot = [name for name, one in zip(known, demands, strict=True) if one.total >= _HOT_LOAD]
+        hot = [
+            name for name, demand in zip(known, demands, strict=True) if demand.total >= _HOT_LOAD
+        ]
         if len(hot) > 1:
             demands = _mean_demands(state, rates_rps, usable, hot)
         demand = sum(demands, Demand())
         limit = _MAIN_SHARE_TO_SPLIT if present is None else _MAIN_SHARE_TO_STAY
         if main_share < limit:
             return None
-        fixed = [one.role for one in usable if one.is_role_fixed]
+        fixed = [device.role for device in usable if device.is_role_fixed]
         most_prefill = len(usable) - max(1, fixed.count(Role.DECODE))
         best, busiest = best_split(demand, len(usable), fixed.count(Role.PREFILL), most_prefill)
         if present is None:
@@ -134,8 +140,8 @@ class RolePlanner:
     def _fit_together(self, models: Sequence[Model], usable: Sequence[DeviceState]) -> bool:
         """Return whether every device can hold all requested models at once, with KV."""
         weight_bytes = sum(model.weight_bytes for model in models)
-        numbers = {one.number for one in usable}
-        room_bytes = min(one.up.capacity_bytes for one in usable) * (1 - _KV_SHARE)
+        numbers = {device.number for device in usable}
+        room_bytes = min(device.up.capacity_bytes for device in usable) * (1 - _KV_SHARE)
         return weight_bytes <= room_bytes and all(numbers <= model.hosts for model in models)
 
     def _step(
@@ -177,7 +183,7 @@ def _mean_demands(
     for demands, num in by_size:
         share = num / len(devices)
         scaled = [Demand(share * demand.prefill, share * demand.decode) for demand in demands]
-        totals = [total + one for total, one in zip(totals, scaled, strict=True)]
+        totals = [total + demand for total, demand in zip(totals, scaled, strict=True)]
     return totals
 
 
@@ -186,8 +192,8 @@ def covers(
 ) -> bool:
     """Return whether prompts and answers have a device each, if ``changed`` had this role."""
     roles = [role if device is changed else device.role for device in devices]
-    return any(one is not Role.DECODE for one in roles) and any(
-        one is not Role.PREFILL for one in roles
+    return any(role is not Role.DECODE for role in roles) and any(
+        role is not Role.PREFILL for role in roles
     )
 
 
@@ -199,17 +205,17 @@ def _nearer(
     Answers must migrate when a device begins to prefill, so the device with the fewest changes.
     """
     free = sorted(
-        (one for one in usable if not one.is_role_fixed),
-        key=lambda one: (one.num_requests, one.number),
+        (device for device in usable if not device.is_role_fixed),
+        key=lambda device: (device.num_requests, device.number),
     )
     if wanted is None:
-        return [(one, Role.MIXED) for one in free if one.role is not Role.MIXED]
-    num_more = wanted - sum(one.role is Role.PREFILL for one in usable)
+        return [(device, Role.MIXED) for device in free if device.role is not Role.MIXED]
+    num_more = wanted - sum(device.role is Role.PREFILL for device in usable)
     if num_more > 0:
-        return [(one, Role.PREFILL) for one in free if one.role is not Role.PREFILL]
+        return [(device, Role.PREFILL) for device in free if device.role is not Role.PREFILL]
     if num_more < 0:
-        return [(one, Role.DECODE) for one in free if one.role is Role.PREFILL]
-    return [(one, Role.DECODE) for one in free if one.role is Role.MIXED]
+        return [(device, Role.DECODE) for device in free if device.role is Role.PREFILL]
+    return [(device, Role.DECODE) for device in free if device.role is Role.MIXED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +254,8 @@ def demand_of(
     kv_bytes = max(1, model.kv_bytes_per_token)
     network = network_velocity(bandwidth, kv_bytes)
     prefill = 0.0
-    for one, rate in rates_rps.items():
-        tokens = one.num_prompt_tokens
+    for request_class, rate in rates_rps.items():
+        tokens = request_class.num_prompt_tokens
         velocity = prefill_velocity(tokens, max(speed.costs.prefill_s(tokens), 1e-6))
         prefill += prefillers_load(rate * tokens, velocity, network)
     room_tokens = max(1.0, (capacity_bytes - model.weight_bytes) / kv_bytes)
@@ -287,9 +293,9 @@ def decoding_now(
     for number in model.hosts:
         device = state.devices[number]
         batch = device.batches[model.name]
-        moving = [one for one in device.moving.values() if one.model is model]
+        moving = [request for request in device.moving.values() if request.model is model]
         num_answers += len(batch.requests) - batch.num_waiting - batch.num_background + len(moving)
-        tokens += batch.context_tokens + sum(one.context_tokens for one in moving)
+        tokens += batch.context_tokens + sum(request.context_tokens for request in moving)
     if num_answers <= 0:
         return 0.0
     room_tokens = (capacity_bytes - model.weight_bytes) / max(1, model.kv_bytes_per_token)

@@ -268,8 +268,8 @@ class Batch:
         """Add a request before requests of lower priority at the end of the queue."""
         passed = list(itertools.takewhile(request.goes_before, reversed(self.requests.values())))
         self.add(request)
-        for one in reversed(passed):
-            self.requests[one.id] = self.requests.pop(one.id)
+        for request in reversed(passed):
+            self.requests[request.id] = self.requests.pop(request.id)
         self._deadlines_of = None
 
     def remove(self, request: Request) -> None:

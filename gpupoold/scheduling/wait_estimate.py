@@ -232,7 +232,7 @@ def _pace_s(device: DeviceState, model: Model) -> float:
     """
     load = sum(_refilled_load(batch) for batch in device.working.values())
     new = [batch.model for name, batch in device.queued.items() if name not in device.working]
-    load += sum(own_load(one, device) for one in new)
+    load += sum(own_load(model, device) for model in new)
     if model.name not in device.working and model.name not in device.queued:
         load += own_load(model, device)
     works = work_of(device)
@@ -307,8 +307,8 @@ def _after_others(
     switch_s = device.switch_s(model)
     switching = switching_of(device, [*others, mine], _TUNING)
     planned_turns = [
-        plan_turn(one, now_s, device.switch_s(one.model), switching, _TUNING)
-        for one in (*others, mine)
+        plan_turn(work, now_s, device.switch_s(work.model), switching, _TUNING)
+        for work in (*others, mine)
     ]
     start_s = left_s
     for planned_turn in order_planned_turns(planned_turns, left_s, switching.is_exposed):
@@ -329,7 +329,7 @@ def _prefills_s(device: DeviceState, request: Request, mine: BatchWork, start_s:
     sent_s = working.prefill_s() if working else 0.0
     if request.phase is RequestPhase.SENT:
         return sent_s
-    queued = [one for one in mine.requests if one.phase in _NOT_SENT]
+    queued = [request for request in mine.requests if request.phase in _NOT_SENT]
     factor = time_factor(working) if is_alone(mine.model.name, device) else 1.0
     order = prefill_order(queued, mine.prefill_s - sent_s, speed, start_s + factor * sent_s, factor)
     if not order.late:
@@ -337,9 +337,9 @@ def _prefills_s(device: DeviceState, request: Request, mine: BatchWork, start_s:
     elif request.num_tokens:
         order = order._replace(late=())
     before_s = sent_s
-    for one in (*order.on_time, *order.late):
-        before_s += speed.costs.prefill_s(one.prefill_tokens)
-        if one is request:
+    for before in (*order.on_time, *order.late):
+        before_s += speed.costs.prefill_s(before.prefill_tokens)
+        if before is request:
             break
     return factor * before_s
 
@@ -381,7 +381,7 @@ def _num_before(device: DeviceState, request: Request) -> int:
     """Return the number of earlier requests in the queue for KV memory."""
     lines = device.waiting_for_kv.values()
     return sum(
-        one.arrival_s < request.arrival_s for line in lines for one in line.requests.values()
+        other.arrival_s < request.arrival_s for line in lines for other in line.requests.values()
     )
 
 
@@ -423,23 +423,23 @@ def lines_of(state: State, request_ids: Collection[str]) -> list[Line]:
     """Return the lines that contain some of these requests."""
     num_on_device: defaultdict[int | None, int] = defaultdict(int)
     lines: defaultdict[tuple[int | None, str], list[tuple[Request, int]]] = defaultdict(list)
-    waiting = (one for one in state.requests.values() if not one.num_tokens)
-    for request in sorted(waiting, key=lambda one: one.arrival_s):
+    waiting = (request for request in state.requests.values() if not request.num_tokens)
+    for request in sorted(waiting, key=lambda request: request.arrival_s):
         num_on_device[request.device] += 1
         place = num_on_device[request.device]
         lines[request.device, request.model.name].append((request, place))
     return [
-        Line([one for one, _ in line], [place for _, place in line])
+        Line([request for request, _ in line], [place for _, place in line])
         for line in lines.values()
-        if any(one.id in request_ids for one, _ in line)
+        if any(request.id in request_ids for request, _ in line)
     ]
 
 
 def waits_of(state: State, line: Line, now_s: float) -> Iterator[tuple[str, Wait]]:
     """Yield the id and the wait of each request of a line that still waits."""
     pairs = zip(line.requests, line.places, strict=True)
-    still = [(one, at) for one, at in pairs if state.requests.get(one.id) is one]
-    still = [(one, at) for one, at in still if not one.num_tokens]
+    still = [(request, at) for request, at in pairs if state.requests.get(request.id) is request]
+    still = [(request, at) for request, at in still if not request.num_tokens]
     if not still:
         return
     first_s = next_token_in_s(state, still[0][0], now_s)
@@ -491,10 +491,14 @@ def turns_of(policy: Policy, state: State, device: DeviceState, now_s: float) ->
     left_s = max(turn.quota_s - used_s, 0.0) if turn is not None and has_end else None
     line: list[WaitingTurn] = []
     at_s = left_s if turn is not None else 0.0
-    for one in policy.line(device, state, now_s):
-        num = _num_requests(device, one.model)
-        line.append(WaitingTurn(one.model, one.rule.value, one.rule.why, at_s, one.duration_s, num))
-        at_s = None if at_s is None or one.duration_s is None else at_s + one.duration_s
+    for request in policy.line(device, state, now_s):
+        num = _num_requests(device, request.model)
+        line.append(
+            WaitingTurn(
+                request.model, request.rule.value, request.rule.why, at_s, request.duration_s, num
+            )
+        )
+        at_s = None if at_s is None or request.duration_s is None else at_s + request.duration_s
     rule = device.turn_rule if turn else None
     name, why = (rule.value, rule.why) if rule else (None, None)
     return Turns(device.number, turn.model if turn else None, name, why, used_s, left_s, line)

@@ -55,7 +55,7 @@ def attainment_bound(
     The simulated devices have the step times of ``models`` and prefill prompts one after the other,
     or in chunks.
     """
-    num_tokens = sum(one.output_tokens for one in requests)
+    num_tokens = sum(request.output_tokens for request in requests)
     if not num_tokens:
         return None
     by_model: defaultdict[str, list[SimRequest]] = defaultdict(list)

@@ -177,7 +177,7 @@ class Hosting:
             for choice in choose(self._model(name), devices):
                 device = devices[choice.device]
                 gone = victims(device, self.costs.bytes_of(name), choice.reason)
-                if gone is not None and not any(device.engines[one].is_only for one in gone):
+                if gone is not None and not any(device.engines[name].is_only for name in gone):
                     self._engines[choice.device] -= set(gone)
                     self._engines[choice.device].add(name)
 

@@ -103,7 +103,7 @@ class DeviceRequests:
 
     def all(self, model: str) -> list[SimLive]:
         """Return all requests of a model."""
-        attaching = (one for one in self.attaching if one.request.model == model)
+        attaching = (request for request in self.attaching if request.request.model == model)
         return [*self.present(model), *attaching]
 
     def recompute(self, model: str) -> None:
@@ -142,7 +142,11 @@ class DeviceRequests:
     def take_finished(self, model: str) -> list[SimLive]:
         """Remove and return a model's requests with complete answers."""
         running = self.running[model]
-        finished = [one for one in running if len(one.token_times_s) >= one.request.output_tokens]
+        finished = [
+            request
+            for request in running
+            if len(request.token_times_s) >= request.request.output_tokens
+        ]
         if finished:
             self.running[model] = [live for live in running if live.num_left > 0]
         return finished
@@ -173,4 +177,6 @@ class DeviceRequests:
         """Return the number of tokens of a model with KV."""
         unprefilled = self.unprefilled(model)
         rest = self.all(model)[len(unprefilled) :]
-        return sum(one.done_tokens for one in unprefilled) + sum(one.context_tokens for one in rest)
+        return sum(request.done_tokens for request in unprefilled) + sum(
+            other.context_tokens for other in rest
+        )

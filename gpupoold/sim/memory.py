@@ -248,8 +248,8 @@ class SimMemory:
     def _fit_together(self, name: str, current: str, growth: int) -> bool:
         """Return whether two models with all KV fit on an empty device."""
         held_bytes = sum(
-            self._whole(one) + self._held[one].kv_bytes + self._held[one].kv_host_bytes
-            for one in (name, current)
+            self._whole(model) + self._held[model].kv_bytes + self._held[model].kv_host_bytes
+            for model in (name, current)
         )
         return held_bytes + growth <= self.capacity_bytes
 
@@ -340,7 +340,7 @@ class SimMemory:
         """Return the free host memory for KV; None without a limit."""
         if self._kv_host_bytes is None:
             return None
-        return max(0, self._kv_host_bytes - sum(one.kv_host_bytes for one in self._held.values()))
+        return max(0, self._kv_host_bytes - sum(held.kv_host_bytes for held in self._held.values()))
 
     def _holding(self, name: str, host_bytes: int | None) -> PageHolding:
         held = self._held[name]

@@ -40,12 +40,14 @@ class RequestResult:
     def check(self, end_s: float) -> None:
         """Raise ValueError unless the tokens are in order, within the run and not too many."""
         times = self.token_times_s
-        one = self.request
-        if len(times) > one.output_tokens:
-            raise ValueError(f"{one.id}: {len(times)} tokens of {one.output_tokens}")
-        path_s = (one.arrival_s, *times, end_s)
+        request = self.request
+        if len(times) > request.output_tokens:
+            raise ValueError(f"{request.id}: {len(times)} tokens of {request.output_tokens}")
+        path_s = (request.arrival_s, *times, end_s)
         if any(map(operator.lt, path_s[1:], path_s)):
-            raise ValueError(f"{one.id}: times go back: arrival, tokens, end of the run {path_s}")
+            raise ValueError(
+                f"{request.id}: times go back: arrival, tokens, end of the run {path_s}"
+            )
 
     @property
     def is_finished(self) -> bool:

@@ -95,11 +95,11 @@ class BestFitPolicy(PlacedOncePolicy):
         self, request: Request, devices: Sequence[DeviceState], state: State, now_s: float
     ) -> tuple[DeviceState, Rule]:
         name = request.model.name
-        serving = [one for one in devices if name in one.models_with_requests]
-        for device in sorted(serving, key=lambda one: (-load_norm(one), one.number)):
+        serving = [device for device in devices if name in device.models_with_requests]
+        for device in sorted(serving, key=lambda device: (-load_norm(device), device.number)):
             if fits(device, request, now_s):
                 return device, Rule.BEST_FIT
-        others = [one for one in devices if one not in serving]
+        others = [device for device in devices if device not in serving]
         return fewest_requests(others or devices), Rule.FEWEST_REQUESTS
 
 
@@ -151,7 +151,7 @@ def fits(device: DeviceState, request: Request, now_s: float) -> bool:
         return False  # (d) running answers would fall behind during the prefill
     weight_bytes = max(total.model.weight_bytes for total in totals)
     room_bytes = device.up.capacity_bytes + (device.up.kv_host_bytes or 0) - weight_bytes
-    requests = [one for batch in _batches(device) for one in batch.requests.values()]
+    requests = [request for batch in _batches(device) for request in batch.requests.values()]
     # (e) at some later time the KV of all does not fit
     return peak_kv_bytes([*requests, *device.moving.values(), request]) <= room_bytes
 

@@ -319,7 +319,10 @@ def _small_box() -> FigurePanel:
         Box(4, "A10"),
         NamedArrivals(SMALL_BOX),
         COMPARED,
-        targets=min((one.targets for one in SMALL_BOX), key=lambda one: (one.ttft_s, one.tbt_s)),
+        targets=min(
+            (model.targets for model in SMALL_BOX),
+            key=lambda targets: (targets.ttft_s, targets.tbt_s),
+        ),
         duration_s=1800.0,
         num_prefill=2,
     )

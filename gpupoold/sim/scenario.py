@@ -162,7 +162,9 @@ class Phases(Workload):
         for number, (seconds, rps) in enumerate(self.phases):
             seed = draw.seed * len(self.phases) + number
             drawn = poisson_workload(equal_rates(names, rps), seconds, self.lengths, seed)
-            requests += [replace(one, arrival_s=begin_s + one.arrival_s) for one in drawn]
+            requests += [
+                replace(request, arrival_s=begin_s + request.arrival_s) for request in drawn
+            ]
             begin_s += seconds
         return DrawnWorkload(in_arrival_order(requests), tuple(names), begin_s)
 
@@ -377,9 +379,11 @@ def build_scenario(point: Point) -> Scenario:
         name: SIZE_CLASSES.get(name.rpartition("-")[2], panel.shapes[index % len(panel.shapes)])
         for index, name in enumerate(drawn.models)
     }
-    shapes |= {name: one.shape for name, one in drawn.own.items()}
+    shapes |= {name: model.shape for name, model in drawn.own.items()}
     models = models_on(panel.box, shapes, panel.targets)
-    models |= {name: replace(models[name], targets=one.targets) for name, one in drawn.own.items()}
+    models |= {
+        name: replace(models[name], targets=model.targets) for name, model in drawn.own.items()
+    }
     return Scenario(point, models, drawn.requests, drawn.duration_s)
 
 

@@ -73,7 +73,7 @@ def fold_models(requests: Sequence[SimRequest], num_models: int) -> tuple[SimReq
     counts = Counter(request.model for request in requests)
     ranked = sorted(counts, key=lambda model: (-counts[model], model))
     folded = {model: names[rank % num_models] for rank, model in enumerate(ranked)}
-    return tuple(replace(one, model=folded[one.model]) for one in requests)
+    return tuple(replace(request, model=folded[request.model]) for request in requests)
 
 
 def _requests(table: CsvTable, default_model: str) -> Iterator[SimRequest]:
@@ -188,7 +188,9 @@ def spread(
     unit = 1.0 / sum(parts)
     weights = [part * unit for part in parts]
     chosen = Random(f"{seed}/models").choices(models, weights, k=len(requests))
-    return tuple(replace(one, model=name) for one, name in zip(requests, chosen, strict=True))
+    return tuple(
+        replace(request, model=name) for request, name in zip(requests, chosen, strict=True)
+    )
 
 
 def _scaled(
@@ -200,7 +202,9 @@ def _scaled(
         requests, length_s = scale_time(requests, factor), length_s * factor
     if draw.duration_s is not None and draw.duration_s < length_s:
         length_s = draw.duration_s
-        requests = requests[: bisect_left(requests, length_s, key=lambda one: one.arrival_s)]
+        requests = requests[
+            : bisect_left(requests, length_s, key=lambda request: request.arrival_s)
+        ]
     return DrawnWorkload(requests, models, length_s)
 
 

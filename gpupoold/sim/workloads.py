@@ -82,7 +82,7 @@ def poisson_workload(
 def in_arrival_order(requests: Iterable[SimRequest]) -> tuple[SimRequest, ...]:
     """Return the requests sorted by arrival (stable) with new ids: ``r0``, ``r1``, ..."""
     ordered = sorted(requests, key=attrgetter("arrival_s"))
-    return tuple(replace(one, id=f"r{number}") for number, one in enumerate(ordered))
+    return tuple(replace(request, id=f"r{number}") for number, request in enumerate(ordered))
 
 
 def _stream(

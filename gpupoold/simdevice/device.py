@@ -107,7 +107,9 @@ class PacedDevice:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests with their KV; ignore unknown ids."""
-        lives = [self._lives.pop(one) for one in request_ids if one in self._lives]
+        lives = [
+            self._lives.pop(request_id) for request_id in request_ids if request_id in self._lives
+        ]
         self.sim.abort(lives)
 
     def migrate_out(self, message: m.MigrateOut) -> None:
@@ -143,7 +145,7 @@ class PacedDevice:
     def _forward(self, event: e.Event) -> None:
         match event:
             case e.Stepped():
-                batch = [self._lives[one] for one in event.request_ids]
+                batch = [self._lives[request_id] for request_id in event.request_ids]
                 self._reports.note(event.model, batch, event.step_s, self._now_s)
             case e.Ended():
                 self._reports.end(self._lives.pop(event.request_id), self._now_s)
@@ -241,7 +243,7 @@ class StepReports:
             steps.step_s = step_s
             return
         self.close(now_s)
-        self._steps = _Steps(model, batch, [one.num_tokens - 1 for one in batch], 1, step_s)
+        self._steps = _Steps(model, batch, [request.num_tokens - 1 for request in batch], 1, step_s)
 
     def end(self, live: SimLive, now_s: float) -> None:
         """Report the end of a request, unless the collected steps already contain the end."""
@@ -256,10 +258,12 @@ class StepReports:
         vocabulary, num_steps = self.vocabularies[steps.model], steps.num_steps
         progress = [
             m.RequestProgress(
-                one.request.id,
-                vocabulary.token_ids(seed_of(one.request.id), start, num_steps),
-                LENGTH if start + num_steps - one.num_before >= one.request.output_tokens else None,
+                request.request.id,
+                vocabulary.token_ids(seed_of(request.request.id), start, num_steps),
+                LENGTH
+                if start + num_steps - request.num_before >= request.request.output_tokens
+                else None,
             )
-            for one, start in zip(steps.batch, steps.starts, strict=True)
+            for request, start in zip(steps.batch, steps.starts, strict=True)
         ]
         self.send(m.StepOutputs(steps.model, now_s, [], progress, steps.step_s))

@@ -72,11 +72,11 @@ def _limited_groups(pid: int | None, root: Path) -> Iterator[tuple[Path, _Names,
 def _limited(top: Path, group: str, names: _Names) -> Iterator[tuple[Path, _Names, int]]:
     """Yield a group and its ancestors, up to the mount point ``top``, that have a limit."""
     folder = top / group.lstrip("/")
-    for one in (folder, *folder.parents):
-        text = read_text(one / names.limit)
+    for path in (folder, *folder.parents):
+        text = read_text(path / names.limit)
         if text.isdecimal() and int(text) < _NO_LIMIT_BYTES:
-            yield one, names, int(text)
-        if one == top:
+            yield path, names, int(text)
+        if path == top:
             return
 
 

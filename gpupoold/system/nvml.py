@@ -171,7 +171,9 @@ class GpuReadings:
             if fault := watch.new_fault():
                 self._note_fault(ordinal, fault)
         before = self._readings
-        self._readings = {one: self._read(one, handle) for one, handle in self._handles.items()}
+        self._readings = {
+            index: self._read(index, handle) for index, handle in self._handles.items()
+        }
         for ordinal, reading in self._readings.items():
             if reading == Reading(ordinal=ordinal):
                 if before.get(ordinal, reading) != reading:
@@ -240,10 +242,10 @@ class GpuReadings:
 
     def _read(self, ordinal: int, handle: Any) -> Reading:
         nvml = self._nvml
-        used_bytes = self._value(lambda one: nvml.nvmlDeviceGetMemoryInfo(one).used, handle)
+        used_bytes = self._value(lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used, handle)
         power_mw = self._value(nvml.nvmlDeviceGetPowerUsage, handle)
         energy_mj = self._value(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-        percent = self._value(lambda one: nvml.nvmlDeviceGetUtilizationRates(one).gpu, handle)
+        percent = self._value(lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, handle)
         return Reading(
             None if percent is None else percent / 100,
             self._value(self._temperature, handle),

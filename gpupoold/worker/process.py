@@ -183,7 +183,7 @@ def fork_ranks(num_ranks: int, leader_fds: list[int]) -> Rank:
         pairs = [Link.pair() for _ in RankLinks._fields]
         pid = os.fork()
         if pid == 0:
-            leaders = (*(link for links in ours for link in links), *(one for one, _ in pairs))
+            leaders = (*(link for links in ours for link in links), *(link for link, _ in pairs))
             for link in leaders:
                 link.close()
             for fd in leader_fds:
@@ -192,7 +192,7 @@ def fork_ranks(num_ranks: int, leader_fds: list[int]) -> Rank:
             return Rank(rank, num_ranks, store, (links,), Followers())
         for _, other in pairs:
             other.close()
-        ours.append(RankLinks(*(one for one, _ in pairs)))
+        ours.append(RankLinks(*(link for link, _ in pairs)))
         followers.pids.append(pid)
     return Rank(0, num_ranks, store, tuple(ours), followers)
 
@@ -218,7 +218,7 @@ def of_group(message: Any, num_ranks: int) -> Any:
         elif _names(value):
             changes[name] = of_group(value, num_ranks)
         elif isinstance(value, list) and value and _names(value[0]):
-            changes[name] = [of_group(one, num_ranks) for one in value]
+            changes[name] = [of_group(part, num_ranks) for part in value]
     if isinstance(message, msgspec.Struct):
         return msgspec.structs.replace(message, **changes)
     return dataclasses.replace(message, **changes)
@@ -227,7 +227,7 @@ def of_group(message: Any, num_ranks: int) -> Any:
 def _names(value: Any) -> tuple[str, ...]:
     """Return the names of the fields of a struct or dataclass, none for other values."""
     if dataclasses.is_dataclass(value):
-        return tuple(one.name for one in dataclasses.fields(value))
+        return tuple(field.name for field in dataclasses.fields(value))
     return getattr(value, "__struct_fields__", ())
 
 
@@ -235,5 +235,5 @@ def _times(value: Any, num_ranks: int) -> Any:
     if value is None:
         return None
     if isinstance(value, dict):
-        return {name: one * num_ranks for name, one in value.items()}
+        return {name: size * num_ranks for name, size in value.items()}
     return value * num_ranks

@@ -14,7 +14,7 @@ from gpupoold.api_keys import KeyFacts, KeyPowers
 from gpupoold.errors import NoSuchKey, Refused, UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/-]{0,63}")
-_POWERS = tuple(one.name for one in fields(KeyPowers))
+_POWERS = tuple(field.name for field in fields(KeyPowers))
 
 
 @dataclass(frozen=True, kw_only=True)

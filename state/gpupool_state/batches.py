@@ -93,7 +93,7 @@ class ResultRow:
     body: bytes
 
 
-_BATCH_COLUMNS = tuple(one.name for one in fields(BatchRow))
+_BATCH_COLUMNS = tuple(field.name for field in fields(BatchRow))
 _JSON_COLUMNS = ("metadata", "errors", "models")
 # Without the texts that only clients read, which may be long.
 WORK_COLUMNS = tuple(name for name in _BATCH_COLUMNS if name not in ("metadata", "errors"))
@@ -292,10 +292,10 @@ class BatchStore:
 
         ``files`` have the purposes ``batch_output`` and ``batch_error``.
         """
-        by_purpose = {one.purpose: one.id for one in files}
+        by_purpose = {file.purpose: file.id for file in files}
         async with self._db.write() as tx:
-            for one in files:
-                await tx.insert("files", asdict(one))
+            for file in files:
+                await tx.insert("files", asdict(file))
             await tx.update(
                 "batches",
                 {"id": batch_id},

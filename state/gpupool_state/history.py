@@ -98,13 +98,13 @@ class HistoryTable(Generic[RowT]):
         self.is_rewritten = is_rewritten
         self._row_type = row_type
         self.columns: dict[str, str] = {}
-        for one in fields(row_type):
-            if nested := _NESTED.get(one.name):
+        for field in fields(row_type):
+            if nested := _NESTED.get(field.name):
                 prefix, durations = nested
                 for part in fields(durations):
-                    self.columns[f"{prefix}_{part.name}"] = f"{one.name}.{part.name}"
-            elif one.name != "id":
-                self.columns[one.name] = one.name
+                    self.columns[f"{prefix}_{part.name}"] = f"{field.name}.{part.name}"
+            elif field.name != "id":
+                self.columns[field.name] = field.name
         marks = ", ".join("?" for _ in range(len(self.columns) + 1))
         values = ", ".join(f"{column} = excluded.{column}" for column in self.columns)
         again = f"UPDATE SET {values}" if is_rewritten else "NOTHING"
@@ -117,14 +117,14 @@ class HistoryTable(Generic[RowT]):
     def read(self, row: sqlite3.Row) -> RowT:
         """Return a row as recorded, or sums of rows."""
         values: dict[str, Any] = {}
-        for one in fields(self._row_type):
-            if nested := _NESTED.get(one.name):
+        for field in fields(self._row_type):
+            if nested := _NESTED.get(field.name):
                 prefix, durations = nested
-                values[one.name] = durations(
+                values[field.name] = durations(
                     *(row[f"{prefix}_{part.name}"] for part in fields(durations))
                 )
             else:
-                values[one.name] = row[one.name]
+                values[field.name] = row[field.name]
         return self._row_type(**values)
 
 

@@ -162,8 +162,8 @@ class Registry:
             columns = _columns(spec) | {"state": ModelState.REGISTERED, "created_at": self._now()}
             await tx.insert("models", columns)
             await _insert_aliases(tx, spec.name, spec.aliases)
-            for one in spec.further:
-                await _insert_further(tx, spec.name, one)
+            for name_row in spec.further:
+                await _insert_further(tx, spec.name, name_row)
             return await _row(tx, spec.name)
 
     async def get(self, name_or_alias: str) -> ModelRow | None:
@@ -420,8 +420,8 @@ def _model_row(row: sqlite3.Row, profiles: tuple[ProfileRow, ...]) -> ModelRow:
         targets=Targets(ttft_s=row["ttft_s"], tbt_s=row["tbt_s"]),
         aliases=tuple((row["aliases"] or "").split()),
         engine=json.loads(row["engine"]),
-        presets=tuple(Preset(**one) for one in further["preset"]),
-        adapters=tuple(Adapter(**one) for one in further["adapter"]),
+        presets=tuple(Preset(**preset) for preset in further["preset"]),
+        adapters=tuple(Adapter(**adapter) for adapter in further["adapter"]),
         devices=tuple(json.loads(row["devices"])),
     )
     return ModelRow(

@@ -118,7 +118,7 @@ def _notes(panel: Panel, table: PanelTable, drawn: DrawnTable, view: View) -> li
 def _lanes(picture: Picture, view: View, width: int, height: int) -> tuple[list[Line], list[str]]:
     glyphs, zoom_s = view.glyphs, view.zoom_s
     cells = max(1, width - _LANE_LEFT - _LANE_RIGHT)
-    devices = sorted(picture.latest.devices, key=lambda one: one.device)
+    devices = sorted(picture.latest.devices, key=lambda device: device.device)
     numbers = [str(device.device) for device in devices]
     selected = view.selected.get(Panel.DEVICES, "")
     index = numbers.index(selected) if selected in numbers else 0

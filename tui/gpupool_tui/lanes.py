@@ -108,8 +108,8 @@ class LaneCells:
         self, parts: Sequence[Stretch], begin: int, count: int
     ) -> Iterator[tuple[int, Cell]]:
         shares: list[dict[int, float]] = [{} for _ in range(count)]
-        for index, one in enumerate(parts):
-            for cell, share in _shares(one, begin, self._zoom_s, count):
+        for index, stretch in enumerate(parts):
+            for cell, share in _shares(stretch, begin, self._zoom_s, count):
                 shares[cell][index] = shares[cell].get(index, 0.0) + share
         for offset, by_part in enumerate(shares):
             if by_part:
@@ -150,13 +150,13 @@ def colour_of(model: str) -> str:
     return f"m{value % NUM_COLOURS}"
 
 
-def _shares(one: Stretch, begin: int, zoom_s: float, count: int) -> Iterator[tuple[int, float]]:
+def _shares(stretch: Stretch, begin: int, zoom_s: float, count: int) -> Iterator[tuple[int, float]]:
     """Yield the cells that a stretch covers, counted from ``begin``, with the covered shares."""
-    first = max(0, math.floor(one.start / zoom_s) - begin)
-    last = min(count - 1, math.floor(one.end / zoom_s) - begin)
+    first = max(0, math.floor(stretch.start / zoom_s) - begin)
+    last = min(count - 1, math.floor(stretch.end / zoom_s) - begin)
     for cell in range(first, last + 1):
         at = (begin + cell) * zoom_s
-        share = min(one.end, at + zoom_s) - max(one.start, at)
+        share = min(stretch.end, at + zoom_s) - max(stretch.start, at)
         if share > 0:
             yield cell, share / zoom_s
 

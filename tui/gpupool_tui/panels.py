@@ -138,33 +138,44 @@ def _share(
             return (Span(percent(share) + view.glyphs.late, "bad"),)
         return (Span(percent(share), "good"),)
 
-    return TableColumn(key, title, 5, cell, lambda one: or_last(value(one)), right=True, rank=rank)
+    return TableColumn(
+        key, title, 5, cell, lambda model: or_last(value(model)), right=True, rank=rank
+    )
 
 
 _BEFORE: tuple[TableColumn[TopModel], ...] = (
     TableColumn("name", "MODEL", 10, _name, _name_of, grows=30),
-    TableColumn("state", "STATE", 8, _state, lambda one: one.usage.state, rank=1),
-    TableColumn("on", "ON", 4, _where, lambda one: (not one.devices, one.devices), rank=5, grows=4),
-    figure("live", "LIVE", 4, lambda one: one.usage.num_live, zero="dim"),
-    figure("wait", "WAIT", 4, lambda one: one.usage.num_waiting, style="warn", zero="dim"),
+    TableColumn("state", "STATE", 8, _state, lambda model: model.usage.state, rank=1),
     TableColumn(
-        "ttft", "TTFT p50/99", 15, _ttft, lambda one: or_least(one.usage.ttft_p99_s), True, True, 2
+        "on", "ON", 4, _where, lambda model: (not model.devices, model.devices), rank=5, grows=4
+    ),
+    figure("live", "LIVE", 4, lambda model: model.usage.num_live, zero="dim"),
+    figure("wait", "WAIT", 4, lambda model: model.usage.num_waiting, style="warn", zero="dim"),
+    TableColumn(
+        "ttft",
+        "TTFT p50/99",
+        15,
+        _ttft,
+        lambda model: or_least(model.usage.ttft_p99_s),
+        True,
+        True,
+        2,
     ),
     TableColumn(
-        "tbt", "TBT p50/99", 15, _tbt, lambda one: or_least(one.usage.tbt_p99_s), True, True, 2
+        "tbt", "TBT p50/99", 15, _tbt, lambda model: or_least(model.usage.tbt_p99_s), True, True, 2
     ),
-    TableColumn("target", "TARGETS", 11, _targets, lambda one: one.tbt_s, right=True, rank=8),
-    _share("1m", "1MIN%", lambda one: one.usage.attainment_1m, 0),
-    _share("1h", "1H%", lambda one: one.usage.attainment_1h, 6),
+    TableColumn("target", "TARGETS", 11, _targets, lambda model: model.tbt_s, right=True, rank=8),
+    _share("1m", "1MIN%", lambda model: model.usage.attainment_1m, 0),
+    _share("1h", "1H%", lambda model: model.usage.attainment_1h, 6),
 )
 _AFTER: tuple[TableColumn[TopModel], ...] = (
-    figure("rate", "TOK/S", 5, lambda one: one.usage.tokens_per_s, count, 3, zero="dim"),
+    figure("rate", "TOK/S", 5, lambda model: model.usage.tokens_per_s, count, 3, zero="dim"),
     figure(
-        "weights", "WEIGHTS", 7, lambda one: one.usage.weights_total_bytes, size, 10, zero="dim"
+        "weights", "WEIGHTS", 7, lambda model: model.usage.weights_total_bytes, size, 10, zero="dim"
     ),
-    figure("kv", "KV", 7, lambda one: one.usage.kv_resident_bytes, size, 11, zero="dim"),
-    figure("paused", "PAUSED", 7, lambda one: one.usage.kv_host_bytes, size, 12, zero="dim"),
-    TableColumn("pin", "PIN", 4, _pinned, lambda one: not one.is_pinned, rank=13),
+    figure("kv", "KV", 7, lambda model: model.usage.kv_resident_bytes, size, 11, zero="dim"),
+    figure("paused", "PAUSED", 7, lambda model: model.usage.kv_host_bytes, size, 12, zero="dim"),
+    TableColumn("pin", "PIN", 4, _pinned, lambda model: not model.is_pinned, rank=13),
 )
 
 
@@ -312,18 +323,27 @@ def _level(group: Sequence[float | None], glyphs: Glyphs) -> str:
 
 
 DEVICE_COLUMNS: Sequence[TableColumn[DeviceInfo]] = (
-    TableColumn("device", "DEV", 3, plain(_number_of, "bold"), lambda one: one.device, right=True),
-    TableColumn("role", "ROLE", 8, _role, lambda one: one.role, rank=2),
-    TableColumn("turn", "ON TURN", 10, _on_turn, lambda one: one.on_turn or "~", grows=22),
-    TableColumn("quota", "QUOTA", 19, _quota, rank=3),
-    figure("util", "UTIL", 4, lambda one: one.utilisation, "{:.0%}".format, 5),
     TableColumn(
-        "temp", "TEMP", 5, _temperature, lambda one: or_least(one.temperature_c), True, True, rank=6
+        "device", "DEV", 3, plain(_number_of, "bold"), lambda device: device.device, right=True
     ),
-    figure("power", "POWER", 5, lambda one: one.power_w, "{:.0f}W".format, 7),
-    figure("live", "LIVE", 4, lambda one: one.num_requests, rank=1),
-    TableColumn("memory", "MEMORY", 24, _memory, lambda one: one.free_bytes, grows=46),
-    figure("host", "KV-HOST", 7, lambda one: one.kv_host_bytes, size, 8),
+    TableColumn("role", "ROLE", 8, _role, lambda device: device.role, rank=2),
+    TableColumn("turn", "ON TURN", 10, _on_turn, lambda device: device.on_turn or "~", grows=22),
+    TableColumn("quota", "QUOTA", 19, _quota, rank=3),
+    figure("util", "UTIL", 4, lambda device: device.utilisation, "{:.0%}".format, 5),
+    TableColumn(
+        "temp",
+        "TEMP",
+        5,
+        _temperature,
+        lambda device: or_least(device.temperature_c),
+        True,
+        True,
+        rank=6,
+    ),
+    figure("power", "POWER", 5, lambda device: device.power_w, "{:.0f}W".format, 7),
+    figure("live", "LIVE", 4, lambda device: device.num_requests, rank=1),
+    TableColumn("memory", "MEMORY", 24, _memory, lambda device: device.free_bytes, grows=46),
+    figure("host", "KV-HOST", 7, lambda device: device.kv_host_bytes, size, 8),
     TableColumn("wait", "KV-WAIT", 7, _waiting_for_kv, None, True, True, rank=9),
 )
 
@@ -360,17 +380,17 @@ def due(request: RequestInfo, view: View) -> Line:
 
 REQUEST_COLUMNS: Sequence[TableColumn[RequestInfo]] = (
     TableColumn("id", "REQUEST", 12, plain(_id_of), _id_of, grows=36),
-    TableColumn("model", "MODEL", 10, _model, lambda one: one.model, grows=20),
-    figure("device", "DEV", 3, lambda one: one.device, descends=False),
-    figure("age", "AGE", 6, lambda one: one.age_s, duration),
-    figure("prompt", "PROMPT", 6, lambda one: one.num_prompt_tokens, count, 2),
-    figure("tokens", "TOKENS", 6, lambda one: one.num_output_tokens, count, 1, zero="dim"),
+    TableColumn("model", "MODEL", 10, _model, lambda request: request.model, grows=20),
+    figure("device", "DEV", 3, lambda request: request.device, descends=False),
+    figure("age", "AGE", 6, lambda request: request.age_s, duration),
+    figure("prompt", "PROMPT", 6, lambda request: request.num_prompt_tokens, count, 2),
+    figure("tokens", "TOKENS", 6, lambda request: request.num_output_tokens, count, 1, zero="dim"),
     TableColumn(
         "due",
         "NEXT DUE",
         12,
-        lambda one, view, _: due(one, view),
-        lambda one: one.next_deadline_in_s,
+        lambda request, view, _: due(request, view),
+        lambda request: request.next_deadline_in_s,
         right=True,
     ),
 )
@@ -381,10 +401,12 @@ def _message(event: Event, view: View, width: int) -> Line:
 
 
 EVENT_COLUMNS: Sequence[TableColumn[Event]] = (
-    TableColumn("time", "TIME", 8, lambda one, view, _: (Span(clock(one.at, view.zone), "dim"),)),
-    TableColumn("level", "LEVEL", 5, lambda one, *_: (Span(*_LEVELS[one.level]),)),
-    TableColumn("kind", "WHAT", 14, plain(lambda one: one.kind, "bold"), grows=6),
-    TableColumn("subject", "OF", 8, plain(lambda one: one.subject), rank=1, grows=12),
+    TableColumn(
+        "time", "TIME", 8, lambda event, view, _: (Span(clock(event.at, view.zone), "dim"),)
+    ),
+    TableColumn("level", "LEVEL", 5, lambda line, *_: (Span(*_LEVELS[line.level]),)),
+    TableColumn("kind", "WHAT", 14, plain(lambda event: event.kind, "bold"), grows=6),
+    TableColumn("subject", "OF", 8, plain(lambda event: event.subject), rank=1, grows=12),
     TableColumn("message", "MESSAGE", 24, _message, grows=200),
 )
 
@@ -430,13 +452,13 @@ def tables(picture: Picture, view: View) -> dict[Panel, PanelTable]:
             top.requests,
             REQUEST_COLUMNS,
             _id_of,
-            lambda one: f"{one.request_id} {one.model}",
+            lambda request: f"{request.request_id} {request.model}",
         ),
         Panel.EVENTS: table(
             Panel.EVENTS,
             list(picture.events),
             EVENT_COLUMNS,
-            lambda one: str(one.id),
-            lambda one: f"{one.kind} {one.subject} {one.message}",
+            lambda event: str(event.id),
+            lambda event: f"{event.kind} {event.subject} {event.message}",
         ),
     }

@@ -84,7 +84,7 @@ class Picture:
 
     def turns_s(self) -> list[float]:
         """The durations of the kept turns of all devices."""
-        return [one.seconds for kept in self.turns.values() for one in kept if one.did_run]
+        return [turn.seconds for kept in self.turns.values() for turn in kept if turn.did_run]
 
     def turns_since(self, device: int, since: float) -> list[TurnInfo]:
         """Return a device's turns that ended after ``since`` (wall-clock seconds), oldest first."""

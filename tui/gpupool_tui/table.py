@@ -90,11 +90,11 @@ def fit_columns(
 ) -> tuple[list[tuple[TableColumn[Row], int]], list[str]]:
     """Return the fitting columns with their widths, and the titles of the others."""
     chosen = list(columns)
-    while len(chosen) > 1 and sum(one.width + GAP for one in chosen) - GAP > width:
-        chosen.remove(max(reversed(chosen), key=lambda one: one.rank))
-    spare = width - (sum(one.width + GAP for one in chosen) - GAP)
-    widths = {one.key: one.width for one in chosen}
-    growing = [one for one in chosen if one.grows]
+    while len(chosen) > 1 and sum(column.width + GAP for column in chosen) - GAP > width:
+        chosen.remove(max(reversed(chosen), key=lambda column: column.rank))
+    spare = width - (sum(column.width + GAP for column in chosen) - GAP)
+    widths = {column.key: column.width for column in chosen}
+    growing = [column for column in chosen if column.grows]
     while spare > 0 and growing:
         for one in list(growing):
             if spare > 0:
@@ -103,14 +103,14 @@ def fit_columns(
             if widths[one.key] >= one.width + one.grows:
                 growing.remove(one)
     left_out = [column.title for column in columns if column not in chosen]
-    return [(one, widths[one.key]) for one in chosen], left_out
+    return [(column, widths[column.key]) for column in chosen], left_out
 
 
 def sort_rows(
     rows: Sequence[Row], columns: Sequence[TableColumn[Row]], sorting: Sorting | None
 ) -> list[Row]:
     """Return the rows in the chosen order; equal ones stay in order."""
-    column = next((one for one in columns if sorting and one.key == sorting.column), None)
+    column = next((column for column in columns if sorting and column.key == sorting.column), None)
     if column is None or column.order is None or sorting is None:
         return list(rows)
     return sorted(rows, key=column.order, reverse=column.descends != sorting.is_reversed)

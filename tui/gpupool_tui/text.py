@@ -81,7 +81,7 @@ def plain(line: Iterable[Span]) -> str:
 def _ascii(text: str) -> str:
     if text.isascii():
         return text
-    return "".join(one if one.isascii() else _substitute(one) for one in text)
+    return "".join(char if char.isascii() else _substitute(char) for char in text)
 
 
 def _substitute(character: str) -> str:

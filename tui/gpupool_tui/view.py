@@ -91,14 +91,14 @@ class View:
 def first_zoom_s(turns_s: Sequence[float]) -> float:
     """Return a cell's time at which names fit into half of the turns: at most half a second."""
     most_s = min(_FIRST_ZOOM_S, median(turns_s) / _CELLS_OF_NAME) if turns_s else _FIRST_ZOOM_S
-    return max((one for one in ZOOMS_S if one <= most_s), default=ZOOMS_S[0])
+    return max((span_s for span_s in ZOOMS_S if span_s <= most_s), default=ZOOMS_S[0])
 
 
 def _stepped(values: tuple[float, ...], value: float, step: int) -> float:
     """Return the next larger or smaller value; the ends stay."""
     if step > 0:
-        return next((one for one in values if one > value), values[-1])
-    return next((one for one in reversed(values) if one < value), values[0])
+        return next((larger for larger in values if larger > value), values[-1])
+    return next((smaller for smaller in reversed(values) if smaller < value), values[0])
 
 
 @dataclass(frozen=True, slots=True)

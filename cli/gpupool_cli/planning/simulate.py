@@ -172,7 +172,7 @@ def _points(
         workloads = read_config_file().settings.paths.workloads_dir
     wanted = replace(wanted, workloads_dir=workloads)
     found = [changed_panel(panel, wanted) for panel in panels]
-    for reason in dict.fromkeys(one for _, left_out in found for one in left_out):
+    for reason in dict.fromkeys(why for _, left_out in found for why in left_out):
         say(f"left out: {reason}; other models take its place")
     return [point for panel, _ in found for point in panel.points()]
 

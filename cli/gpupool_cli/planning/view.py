@@ -229,7 +229,7 @@ class _Writer:
         by_count = {count.num_devices: count for count in plan.counts}
         if plan.needed is None:
             most = plan.counts[-1]
-            best = max(plan.counts, key=lambda one: one.attained.worst)
+            best = max(plan.counts, key=lambda trial: trial.attained.worst)
             at_most = f"with up to {most.text} at most {self.attained(best.attained)} is reached"
             yield (
                 f"Not known: {at_most}, and more than {MAX_DEVICES} devices are not tried."
@@ -276,16 +276,16 @@ class _Writer:
         short = [change for change in plan.changes if not change.attained.reaches(self._target)]
         if enough:
             yield "Each of these changes was simulated and is enough alone, the cheapest first:"
-            for number, one in enumerate(enough, start=1):
-                yield f"{number}. {one.text}: {self.attained(one.attained)}"
+            for number, trial in enumerate(enough, start=1):
+                yield f"{number}. {trial.text}: {self.attained(trial.attained)}"
         best: dict[str, Tried] = {}
-        for one in sorted(short, key=lambda one: -one.attained.worst):
-            if one.kind not in {other.kind for other in enough}:
-                best.setdefault(one.kind, one)
+        for trial in sorted(short, key=lambda trial: -trial.attained.worst):
+            if trial.kind not in {other.kind for other in enough}:
+                best.setdefault(trial.kind, trial)
         if best:
             yield "Not enough alone:" if enough else "No single change is enough. The best:"
-            for one in list(best.values())[:_MAX_NOT_ENOUGH]:
-                yield f"- {one.text}: {self.attained(one.attained)}"
+            for trial in list(best.values())[:_MAX_NOT_ENOUGH]:
+                yield f"- {trial.text}: {self.attained(trial.attained)}"
 
 
 def _print_models(planned: Planned, writer: _Writer) -> None:
@@ -382,23 +382,23 @@ def group_document(choice: GroupChoice, target: float) -> list[dict[str, object]
     """Return the groupings as JSON, the best first."""
     return [
         {
-            "groups": one.text,
-            "attainment": one.attained.overall if one.attained else None,
-            "reaches": one.attained is not None and one.attained.reaches(target),
-            "growth": one.growth,
-            "refused": one.refused,
+            "groups": grouping.text,
+            "attainment": grouping.attained.overall if grouping.attained else None,
+            "reaches": grouping.attained is not None and grouping.attained.reaches(target),
+            "growth": grouping.growth,
+            "refused": grouping.refused,
         }
-        for one in choice.tried
+        for grouping in choice.tried
     ]
 
 
-def _result(one: GroupingTried, attained: Callable[[Attained], str]) -> str:
-    if one.attained is None:
-        return f"not possible: {one.refused}"
-    share = f"{attained(one.attained)} of the tokens in time"
-    if not one.growth:
+def _result(grouping: GroupingTried, attained: Callable[[Attained], str]) -> str:
+    if grouping.attained is None:
+        return f"not possible: {grouping.refused}"
+    share = f"{attained(grouping.attained)} of the tokens in time"
+    if not grouping.growth:
         return f"{share}, too few"
-    return f"{share}; {one.growth:g} times the load fits" if one.growth > 1 else share
+    return f"{share}; {grouping.growth:g} times the load fits" if grouping.growth > 1 else share
 
 
 def _size_lines(best_degrees: Mapping[str, int]) -> Iterator[str]:
@@ -447,7 +447,10 @@ def roles_document(roles: FixedRoles | None) -> dict[str, object]:
             "confidence": roles.confidence,
         }
     tried = () if roles is None else roles.tried
-    return {"fixed_roles": best, "fixed_roles_tried": [_tried_roles_document(one) for one in tried]}
+    return {
+        "fixed_roles": best,
+        "fixed_roles_tried": [_tried_roles_document(trial) for trial in tried],
+    }
 
 
 def _tried_roles_document(tried: RolesTried) -> dict[str, object]:

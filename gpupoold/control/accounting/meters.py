@@ -288,7 +288,7 @@ class UsageMeter:
         """
         if not requests:
             return
-        arrived_s = min(one.arrival_s for one in requests)
+        arrived_s = min(request.arrival_s for request in requests)
         began_s = max(since_s, self._ended_s.get(number, -math.inf), arrived_s)
         self._ended_s[number] = at_s
         seconds = self._seconds.setdefault(number, defaultdict(float))
@@ -307,8 +307,8 @@ class UsageMeter:
 
     def sample(self, devices: Iterable[DeviceSample]) -> None:
         """Record the devices' present state; end the minute if due. To be called every second."""
-        for one in devices:
-            self._devices.setdefault(one.number, _DeviceMinute(one, one)).add(one)
+        for device in devices:
+            self._devices.setdefault(device.number, _DeviceMinute(device, device)).add(device)
         if self._now() // _MINUTE_S != self._began_at // _MINUTE_S:
             self.close()
 
@@ -362,17 +362,17 @@ def _shares(
     requests: Collection[LiveRequest], elapsed_s: float, decode_s: float
 ) -> Iterator[tuple[LiveRequest, float]]:
     """Yield each request's share of ``elapsed_s``; see the module docstring."""
-    firsts = [one for one in requests if not one.token_times_s]
-    prompt_tokens = sum(one.num_prompt_tokens for one in firsts)
+    firsts = [request for request in requests if not request.token_times_s]
+    prompt_tokens = sum(first.num_prompt_tokens for first in firsts)
     num_decoding = len(requests) - len(firsts)
     decoding_s = elapsed_s
     if prompt_tokens:
         decoding_s = min(elapsed_s, decode_s) if num_decoding else 0.0
-    for one in requests:
+    for request in requests:
         share_s = decoding_s / len(requests)
-        if prompt_tokens and not one.token_times_s:
-            share_s += (elapsed_s - decoding_s) * one.num_prompt_tokens / prompt_tokens
-        yield one, share_s
+        if prompt_tokens and not request.token_times_s:
+            share_s += (elapsed_s - decoding_s) * request.num_prompt_tokens / prompt_tokens
+        yield request, share_s
 
 
 def largest_transfer(switch: m.SwitchRecord | None) -> LargestTransfer:

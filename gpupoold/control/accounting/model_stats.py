@@ -218,7 +218,9 @@ class ModelStats:
         data for ``gpupool top``.
         """
         if self._attainments is None:
-            self._attainments = [None if one is None else _short(one) for one in self._minutes]
+            self._attainments = [
+                None if minute is None else _short(minute) for minute in self._minutes
+            ]
         return [*self._attainments, _short(self.now)]
 
     def tokens_per_s(self, now_s: float) -> float:
@@ -299,9 +301,9 @@ class Minutes:
         """Return rows for the present minute, of one model or of all."""
         stats = self._stats if model is None else {model: self._stats.get(model, ModelStats())}
         return [
-            _row(self._minute * MINUTE_S, name, one.now)
-            for name, one in stats.items()
-            if not one.now.is_empty
+            _row(self._minute * MINUTE_S, name, model.now)
+            for name, model in stats.items()
+            if not model.now.is_empty
         ]
 
     def close(self) -> None:

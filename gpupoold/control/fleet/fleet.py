@@ -169,7 +169,11 @@ class Fleet:
     def asleep(self) -> list[str]:
         """Return the models whose devices all rest."""
         records, resting = self._records.items(), self.snapshots.resting
-        return [name for name, one in records if one.devices and resting(name) >= {*one.devices}]
+        return [
+            name
+            for name, record in records
+            if record.devices and resting(name) >= {*record.devices}
+        ]
 
     def num_served(self) -> int:
         """Return the number of models that some device has."""

@@ -251,7 +251,7 @@ class Hosts:
     def usual_bytes(self, number: int, besides: str = "") -> int | None:
         """Return the median memory of a worker's engines without one model's, None without any."""
         engines = self.engines_on(number)
-        others = [one.memory.device_bytes for name, one in engines.items() if name != besides]
+        others = [host.memory.device_bytes for name, host in engines.items() if name != besides]
         return median_low(others) if others else None
 
     def first_on(self, number: int) -> str:
@@ -265,14 +265,14 @@ class Hosts:
     def engines_on(self, number: int) -> dict[str, Host]:
         """Return the hosts with an engine on a worker, by model."""
         hosts = self._hosts[number]
-        return {name: one for name, one in hosts.items() if one.phase in _WITH_ENGINE}
+        return {name: host for name, host in hosts.items() if host.phase in _WITH_ENGINE}
 
     def engines(self) -> Engines:
         """Return the hosts with an engine, by model and worker."""
         found: Engines = {}
         for number in sorted(self._hosts):
-            for model, one in self.engines_on(number).items():
-                found.setdefault(model, {})[number] = one
+            for model, host in self.engines_on(number).items():
+                found.setdefault(model, {})[number] = host
         return found
 
     def lose_worker(self, number: int) -> None:
@@ -332,7 +332,9 @@ class DeviceSnapshots:
         """Return whether all devices that do not rest, and at least one, have the snapshot."""
         awake = [number for number in numbers if number not in self._resting[model]]
         attached = all(self._hosts.of(model, number).has_snapshot for number in awake)
-        cached = all(self._cache.get(one) is not None for one in self.all_of(model, awake))
+        cached = all(
+            self._cache.get(snapshot_id) is not None for snapshot_id in self.all_of(model, awake)
+        )
         return bool(awake) and attached and cached
 
     def rest(self, model: str, number: int) -> None:
@@ -402,7 +404,7 @@ class CircuitBreakers:
     def record_crash(self, model: str, device: int, death: Death, now_s: float) -> str | None:
         """Record a crash attributed to the model; return the reason if the breaker opens."""
         breaker = self._of(model, now_s)
-        recent = [one for one in breaker.crashes if now_s - one[0] < WINDOW_S]
+        recent = [crash for crash in breaker.crashes if now_s - crash[0] < WINDOW_S]
         breaker.crashes = [*recent, (now_s, device)]
         if breaker.state is _State.OPEN:
             return None

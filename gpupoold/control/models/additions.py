@@ -116,7 +116,7 @@ class Additions(ModelPart):
             yield Progress(stage="spread")
             await self._controller.settle(row.spec.name)
         engines = self._fleet.hosts.engines().get(row.spec.name, {}).values()
-        note = next((f"loaded in {load_text(one.load)}" for one in engines), "")
+        note = next((f"loaded in {load_text(engine.load)}" for engine in engines), "")
         yield Progress(stage="ready", note=note, model=model_info(row))
 
     def cancel(self, name: str) -> None:
@@ -352,8 +352,12 @@ class Intake(ModelPart):
             Unavailable: no such device is in service.
         """
         lacking = self._divisions.lacking(spec)
-        workers = [one for one in self._supervisor.workers if one.number not in lacking]
-        sizes = [one.ready.facts.device_bytes for one in workers if one.is_ready and one.ready]
+        workers = [worker for worker in self._supervisor.workers if worker.number not in lacking]
+        sizes = [
+            worker.ready.facts.device_bytes
+            for worker in workers
+            if worker.is_ready and worker.ready
+        ]
         if not sizes:
             raise Unavailable(
                 f"no device in service can divide {spec.name} among its GPUs", "see `gpupool ps`"

@@ -129,7 +129,7 @@ class CacheControl(ModelPart):
         hosts = [workers[number] for number in self._fleet.availability(model).devices]
         ready = [worker for worker in hosts if worker.is_ready]
         device_bytes = sum(_held_bytes(worker, model) for worker in ready)
-        calls = (self._supervisor.call(one, "page_out", model=model) for one in ready)
+        calls = (self._supervisor.call(worker, "page_out", model=model) for worker in ready)
         await asyncio.gather(*calls)
         host_bytes = 0 if keep_host else self._cache.num_bytes(model)
         if host_bytes:
@@ -175,18 +175,18 @@ class CacheControl(ModelPart):
 
     async def _pinned(self, saved_bytes: dict[SnapshotId, int]) -> dict[str, int]:
         """Return the bytes of each pinned model's snapshots."""
-        views = [self._view(one, saved_bytes) for one in await self._registry.list()]
+        views = [self._view(row, saved_bytes) for row in await self._registry.list()]
         return {view.name: view.num_bytes for view in views if view.is_pinned}
 
     def _view(self, row: ModelRow, saved_bytes: dict[SnapshotId, int]) -> CachedModel:
         name = row.spec.name
         places = [self._place(of, row, saved_bytes) for of in self._snapshots(name, saved_bytes)]
-        states = {one.state for one in places}
+        states = {place.state for place in places}
         return CachedModel(
             name=name,
             state="host" if "host" in states else "disk" if "disk" in states else "none",
-            num_bytes=sum(one.num_bytes for one in places),
-            is_saved=all(one.is_saved for one in places),
+            num_bytes=sum(place.num_bytes for place in places),
+            is_saved=all(place.is_saved for place in places),
             is_pinned=row.is_pinned,
             num_live=self._live.num_of(name),
             last_used_at=self._cache.last_used_at(name),
@@ -217,5 +217,5 @@ class CacheControl(ModelPart):
 
 def _held_bytes(worker: Worker, model: str) -> int:
     models = worker.status.models if worker.status else []
-    held = [one for one in models if one.model == model]
-    return sum(one.weights_resident_bytes + one.kv_resident_bytes for one in held)
+    held = [memory for memory in models if memory.model == model]
+    return sum(model.weights_resident_bytes + model.kv_resident_bytes for model in held)

@@ -196,7 +196,7 @@ class ModelController(ModelPart):
         Workers that start for the first time are waited for.
         """
         supervisor = self._supervisor
-        starting = [supervisor.wait_ready(supervisor.workers[one]) for one in self._starting()]
+        starting = [supervisor.wait_ready(supervisor.workers[n]) for n in self._starting()]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STARTING_S):
                 await asyncio.gather(*starting, return_exceptions=True)
@@ -226,7 +226,7 @@ class ModelController(ModelPart):
             GpupoolError: an engine was not replaced; the next try follows.
         """
         lane = self._lanes[name]
-        kept = [one for one in lane.waits.items() if not one[0].startswith(StepKind.REPLACE)]
+        kept = [wait for wait in lane.waits.items() if not wait[0].startswith(StepKind.REPLACE)]
         lane.waits, lane.engine = dict(kept), engine
         try:
             await self._wait(name, lane.replaced)
@@ -338,7 +338,7 @@ class ModelController(ModelPart):
         lane = self._lanes[name]
         row = lane.wished(row)
         hosts, devices = self._fleet.hosts, self._fleet.availability(name).devices
-        if all(hosts.of(name, one).options == row.spec.engine for one in devices):
+        if all(hosts.of(name, device).options == row.spec.engine for device in devices):
             _resolve(lane.replaced)  # before the state: the user holds the model again
         state = self._state(row, lane, now_s)
         if state.is_shut_out and not state.is_trial:
@@ -352,12 +352,12 @@ class ModelController(ModelPart):
         self._answer(name, lane, decision)
 
     def _note_wait(self, name: str, lane: _Lane, decision: Decision, now_s: float) -> None:
-        is_trying = any(one.kind in (StepKind.LOAD, StepKind.BRING) for one in lane.steps)
+        is_trying = any(step.kind in (StepKind.LOAD, StepKind.BRING) for step in lane.steps)
         if decision.wait is None and not is_trying:
             lane.waits_since_s = None
         elif decision.wait is not None and lane.waits_since_s is None:
             lane.waits_since_s = now_s
-        is_claimant = any(one.claimant == name for one in self._room.claims.values())
+        is_claimant = any(claim.claimant == name for claim in self._room.claims.values())
         cause = Cause.PLACE if is_claimant else "" if decision.wait is None else decision.wait.cause
         self._fleet.set_wait(name, cause)
 
@@ -368,7 +368,7 @@ class ModelController(ModelPart):
             _resolve(lane.added)
         if self._fleet.is_warm(name):
             self._dispatcher.go_on(name)
-            is_bringing = any(one.kind is StepKind.BRING for one in lane.steps)
+            is_bringing = any(step.kind is StepKind.BRING for step in lane.steps)
             if is_open and now.phase is ModelPhase.READY and not is_bringing:
                 _resolve(lane.warm)
         if not (lane.steps or decision.steps or decision.blocked or self._fleet.is_held(name)):
@@ -378,14 +378,14 @@ class ModelController(ModelPart):
         name, live = row.spec.name, self._dispatcher.live
         now, breakers = self._fleet.availability(name), self._fleet.breakers
         workers = self._supervisor.workers
-        hosts = {one.number: self._host(row, lane, one) for one in workers}
+        hosts = {worker.number: self._host(row, lane, worker) for worker in workers}
         size = max(row.weight_bytes, lane.expected_bytes)
         return ModelView(
             phase=now.phase,
             hosts=hosts,
             weights={
                 degree: self._snapshots.weights(name, degree, size)
-                for degree in {one.degree for one in hosts.values() if one.degree}
+                for degree in {host.degree for host in hosts.values() if host.degree}
             },
             devices=now.devices,
             is_open=self._fleet.is_open(name),
@@ -422,13 +422,13 @@ class ModelController(ModelPart):
         )
 
     def _plan(self, row: ModelRow, state: ModelView, now_s: float) -> HostingPlan:
-        absent = [one for one in state.hosts.values() if one.phase is HostPhase.ABSENT]
+        absent = [host for host in state.hosts.values() if host.phase is HostPhase.ABSENT]
         model = self._room.model(row, now_s)
         if state.is_wished or state.is_added:
             model = replace(model, is_wanted=True)
         size = 0 if state.devices else max(row.weight_bytes, self._lanes[model.name].expected_bytes)
         devices = self._devices(size) if absent else ()
-        claimed = [one for one in self._room.claims if self._room.may_leave(model.name, one)]
+        claimed = [claim for claim in self._room.claims if self._room.may_leave(model.name, claim)]
         return desired(model, state.devices, devices, self._starting(), claimed)
 
     def _answer_claims(self, woken: Collection[str]) -> None:
@@ -463,7 +463,7 @@ class ModelController(ModelPart):
                 _logger.error("%s of %s failed", step.key, name, exc_info=error)
                 self._dispatcher.fail_waiting(name, f"{name} could not be warmed")
                 self._raise(lane, Failed(f"{name}: internal error"))
-            others = [one for one, other in self._lanes.items() if other.blocked]
+            others = [name for name, other in self._lanes.items() if other.blocked]
             self._fleet.wake(name, *others)
 
         task.add_done_callback(ended)
@@ -565,7 +565,7 @@ class ModelController(ModelPart):
     def _note_loaded(self, number: int) -> None:
         """Record that a new worker has loaded the models of its start, if no load is due."""
         worker = self._supervisor.workers[number]
-        is_due = worker.num_loads or any(number in one.blocked for one in self._lanes.values())
+        is_due = worker.num_loads or any(number in lane.blocked for lane in self._lanes.values())
         if worker.is_ready and not is_due:
             worker.has_loaded = True
             self._keep(self._snapshots.tidy())
@@ -574,7 +574,7 @@ class ModelController(ModelPart):
 
     def _starting(self) -> list[int]:
         """Return the workers that start for the first time."""
-        return [one.number for one in self._supervisor.up if one.state == "starting"]
+        return [worker.number for worker in self._supervisor.up if worker.state == "starting"]
 
     def _forget(self, name: str) -> None:
         lane = self._lanes.get(name)
@@ -591,7 +591,7 @@ class ModelController(ModelPart):
 
 
 def _resolve(waiters: list[asyncio.Future[None]], error: GpupoolError | None = None) -> None:
-    for waiter in (one for one in waiters if not one.done()):
+    for waiter in (waiter for waiter in waiters if not waiter.done()):
         if error is None:
             waiter.set_result(None)
         else:

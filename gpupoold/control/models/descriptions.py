@@ -89,8 +89,8 @@ def profiles_of_sibling(
     """
     for other in others:
         if is_profiled(other, ready) and _have_equal_steps(row.spec, other.spec):
-            rows = [one for one in other.profiles if one.device == ready.device_name]
-            return [replace(one, revision=row.spec.revision) for one in rows]
+            rows = [profile for profile in other.profiles if profile.device == ready.device_name]
+            return [replace(profile, revision=row.spec.revision) for profile in rows]
     return []
 
 
@@ -178,7 +178,7 @@ def latency_model_of(row: ModelRow, device: str | None = None) -> LatencyModel |
 
 
 def _fit(row: ProfileRow) -> StoredFit:
-    return StoredFit(**{one.name: getattr(row, one.name) for one in fields(StoredFit)})
+    return StoredFit(**{field.name: getattr(row, field.name) for field in fields(StoredFit)})
 
 
 def spec_of(request: AddModelRequest, source: str, path: Path, engine: dict[str, str]) -> ModelSpec:

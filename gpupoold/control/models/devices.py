@@ -94,7 +94,7 @@ class EngineRoom(ModelPart):
     def model(self, row: ModelRow, now_s: float | None = None) -> HostingModel:
         """Return a model for a decision of the scheduling core; without a time it is not late."""
         name = row.spec.name
-        workers = [one for one in self._supervisor.workers if one.ready is not None]
+        workers = [worker for worker in self._supervisor.workers if worker.ready is not None]
         is_asked = bool(self._dispatcher.live.num_of(name))
         return HostingModel(
             name,
@@ -146,7 +146,7 @@ class EngineRoom(ModelPart):
         Raises:
             Refused: no device can divide the model.
         """
-        if any(self.model(row).allows(one.number) for one in self.devices()):
+        if any(self.model(row).allows(device.number) for device in self.devices()):
             return self.refusal(row)
         self.divisions.require_one(row.spec)
         where = f" (only {', '.join(map(str, row.spec.devices))} may)" if row.spec.devices else ""
@@ -157,10 +157,10 @@ class EngineRoom(ModelPart):
 
     def refusal(self, row: ModelRow) -> EnginesFull:
         """Return why no device can host the model, with the arithmetic."""
-        devices = [one for one in self.devices() if self.model(row).allows(one.number)]
+        devices = [device for device in self.devices() if self.model(row).allows(device.number)]
         texts = [
-            _arithmetic(one, self._need_bytes(row, self._supervisor.workers[one.number]))
-            for one in devices
+            _arithmetic(device, self._need_bytes(row, self._supervisor.workers[device.number]))
+            for device in devices
         ]
         return _full(row.spec.name, "; ".join(texts))
 
@@ -204,8 +204,8 @@ class EngineRoom(ModelPart):
 
     def _is_only(self, name: str, number: int) -> bool:
         """Return whether no other device takes new requests of a model."""
-        others = [one for one in self._fleet.availability(name).devices if one != number]
-        return all(self._fleet.is_device_draining(one) for one in others)
+        others = [device for device in self._fleet.availability(name).devices if device != number]
+        return all(self._fleet.is_device_draining(other) for other in others)
 
     def _home(self, name: str) -> int | None:
         """Return the device that the policy plans for a model's requests."""
@@ -223,9 +223,9 @@ class EngineRoom(ModelPart):
         while True:
             device = self.device(worker)
             others = {
-                one: replace(engine, is_busy=engine.is_busy or one in asked)
-                for one, engine in device.engines.items()
-                if one != name
+                model: replace(engine, is_busy=engine.is_busy or model in asked)
+                for model, engine in device.engines.items()
+                if model != name
             }
             device = replace(device, engines=others)
             chosen = victims(device, num_bytes, reason)
@@ -251,9 +251,11 @@ def _full(name: str, text: str) -> EnginesFull:
 
 def _arithmetic(device: HostingDevice, num_bytes: int) -> str:
     parts = [
-        f"{one.model} {format_bytes(one.num_bytes)}{_why_stays(one)}"
-        for one in sorted(device.engines.values(), key=lambda one: (-one.num_bytes, one.model))
-        if one.num_bytes
+        f"{engine.model} {format_bytes(engine.num_bytes)}{_why_stays(engine)}"
+        for engine in sorted(
+            device.engines.values(), key=lambda engine: (-engine.num_bytes, engine.model)
+        )
+        if engine.num_bytes
     ]
     if device.kept_bytes:
         parts.append(f"libraries {format_bytes(device.kept_bytes)}")

@@ -263,7 +263,9 @@ class ModelAdapters(ModelPart):
 
     async def _numbered(self, adapter: Adapter) -> Adapter:
         """Return the adapter with a number that no adapter had since the daemon's start."""
-        used = (one.number for row in await self._registry.list() for one in row.spec.adapters)
+        used = (
+            adapter.number for row in await self._registry.list() for adapter in row.spec.adapters
+        )
         self._last_number = max(self._last_number, *used, 0) + 1
         return replace(adapter, number=self._last_number)
 
@@ -286,8 +288,8 @@ class ModelAdapters(ModelPart):
 
     def _ready_hosts(self, base: str) -> list[Worker]:
         """Return the workers with an engine of ``base``, also one that loads."""
-        ready = (one for one in self._supervisor.workers if one.is_ready)
-        return [one for one in ready if self._fleet.hosts.of(base, one.number).is_ordered]
+        ready = (worker for worker in self._supervisor.workers if worker.is_ready)
+        return [worker for worker in ready if self._fleet.hosts.of(base, worker.number).is_ordered]
 
     async def _forget(self, name: str) -> ModelRow:
         row = await self.find(name)

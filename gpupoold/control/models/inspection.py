@@ -266,7 +266,7 @@ class Divisions:
 
     def refusal(self, spec: ModelSpec, numbers: Iterable[int]) -> Refused:
         """Return the error for devices that cannot divide a model."""
-        reasons = {self._degrees[one]: self.why_not(spec, one) for one in numbers}
+        reasons = {self._degrees[number]: self.why_not(spec, number) for number in numbers}
         texts = [f"{degree} GPUs: {reason}" for degree, reason in sorted(reasons.items())]
         return Refused(
             f"{spec.name}: the GPUs of a group cannot share the model equally ({'; '.join(texts)})",

@@ -321,7 +321,9 @@ class ModelLifecycle(ModelPart, RequestListener):
             self._fleet.check_quarantine(model)
             errors = await self.controller.settle(model)
             hosts, workers = self._fleet.availability(model).devices, self._supervisor.workers
-            lacking = [one for one in chosen if workers[one].is_ready and one not in hosts]
+            lacking = [
+                number for number in chosen if workers[number].is_ready and number not in hosts
+            ]
             if lacking:
                 raise errors[0] if errors else self._why_unloaded(row, lacking[0])
         return await self.find(model)

@@ -149,5 +149,7 @@ class ModelMounts(ModelPart):
             max_model_len=row.loaded_max_model_len,
             presets=row.spec.presets,
             pace=row.spec.pace,
-            adapters=tuple(one for one in row.spec.adapters if one.name not in self._hidden),
+            adapters=tuple(
+                adapter for adapter in row.spec.adapters if adapter.name not in self._hidden
+            ),
         )

@@ -41,7 +41,9 @@ class Parking(ModelPart):
         is_parking = self._parking is not None and not self._parking.done()
         if limit_s and not is_parking:
             idle = [] if self._additions.are_under_way else self._idle(self._supervisor.workers)
-            since_s = {one.number: self._idle_since_s.get(one.number, now_s) for one in idle}
+            since_s = {
+                worker.number: self._idle_since_s.get(worker.number, now_s) for worker in idle
+            }
             self._idle_since_s = since_s
             due = [number for number, at_s in since_s.items() if now_s - at_s >= limit_s]
             if due:
@@ -97,17 +99,23 @@ class Parking(ModelPart):
 
     def _idle(self, workers: Sequence[Worker]) -> list[Worker]:
         """Return the ready workers without requests and loads, present or coming."""
-        ready = [one for one in workers if one.is_ready and one.has_loaded and not one.num_loads]
-        nums = self._dispatcher.nums_of_requests([one.number for one in ready])
-        idle = [one for one, num in zip(ready, nums, strict=True) if not num]
-        waiting = {one.model for one in self._dispatcher.live.all() if one.device is None}
+        ready = [
+            worker
+            for worker in workers
+            if worker.is_ready and worker.has_loaded and not worker.num_loads
+        ]
+        nums = self._dispatcher.nums_of_requests([worker.number for worker in ready])
+        idle = [worker for worker, num in zip(ready, nums, strict=True) if not num]
+        waiting = {
+            request.model for request in self._dispatcher.live.all() if request.device is None
+        }
         engines_on = self._fleet.hosts.engines_on
-        return [one for one in idle if waiting.isdisjoint(engines_on(one.number))]
+        return [worker for worker in idle if waiting.isdisjoint(engines_on(worker.number))]
 
     def wanted(self, model: str) -> None:
         """Wake a device for a model that no device in service can load."""
         parked = self._parked()
-        states = {one.state for one in self._supervisor.workers}
+        states = {worker.state for worker in self._supervisor.workers}
         if not parked or not states.isdisjoint(("ready", "starting")):
             return  # the load goes to another device, or waits, see _wake_for_waiting()
         self.wake(self._best(model, parked), f"for a request of {model}")
@@ -115,9 +123,9 @@ class Parking(ModelPart):
     def _wake_for_waiting(self, now_s: float) -> None:
         """Wake a device for a model that has none and is not loaded, or while all are full."""
         parked = self._parked()
-        if not parked or any(one.state == "starting" for one in self._supervisor.workers):
+        if not parked or any(worker.state == "starting" for worker in self._supervisor.workers):
             return
-        are_loading = any(one.num_loads for one in self._supervisor.workers)
+        are_loading = any(worker.num_loads for worker in self._supervisor.workers)
         for request in () if are_loading else self._dispatcher.live.all():
             waits = request.device is None and now_s - request.arrival_s > _WAIT_S
             is_nowhere = not self._fleet.availability(request.model).devices
@@ -126,16 +134,16 @@ class Parking(ModelPart):
                 return
         full_load = Tuning().full_load
         devices = self._dispatcher.state.devices.values()
-        if devices and all(load_of(one) > full_load for one in devices):
+        if devices and all(load_of(device) > full_load for device in devices):
             self.wake(parked[0], "all other devices are full")
 
     def _best(self, model: str, parked: Sequence[int]) -> int:
-        fixed = [one for one in parked if one in self._fleet.fixed_devices(model)]
+        fixed = [number for number in parked if number in self._fleet.fixed_devices(model)]
         had = self._had.get(model)
         return had if had is not None and had in (fixed or parked) else (fixed or parked)[0]
 
     def _parked(self) -> list[int]:
-        return [one.number for one in self._supervisor.workers if one.state == "parked"]
+        return [worker.number for worker in self._supervisor.workers if worker.state == "parked"]
 
     def _worker(self, number: int) -> Worker:
         self._supervisor.check_devices([number])

@@ -324,7 +324,9 @@ class Performer(ModelPart):
         snapshot = self._snapshots.cached(model, workers[0])
         snapshot = snapshot or await self._snapshots.read(row.spec, workers[0])
         if snapshot is None:
-            worker = min(workers, key=lambda one: len(self._dispatcher.live.on_device(one.number)))
+            worker = min(
+                workers, key=lambda worker: len(self._dispatcher.live.on_device(worker.number))
+            )
             await self._reload(row.spec, worker, size)
             snapshot = self._snapshots.cached(model, worker)
         if snapshot is not None:
@@ -356,20 +358,22 @@ class Performer(ModelPart):
         model, hosts = row.spec.name, self._fleet.hosts
         present = self._workers_of(model)
         lacking = [
-            one
-            for one in workers
-            if one in present and not hosts.of(model, one.number).has_snapshot
+            worker
+            for worker in workers
+            if worker in present and not hosts.of(model, worker.number).has_snapshot
         ]
         fitting = [
-            one for one in lacking if hosts.of(model, one.number).layout_digest == snapshot.digest
+            worker
+            for worker in lacking
+            if hosts.of(model, worker.number).layout_digest == snapshot.digest
         ]
         given = (self._give(worker, model, snapshot) for worker in fitting)
         _raise_first(await asyncio.gather(*given, return_exceptions=True))
-        await self._reload_all(row, [one for one in lacking if one not in fitting])
+        await self._reload_all(row, [worker for worker in lacking if worker not in fitting])
 
     async def _reload_all(self, row: ModelRow, workers: list[Worker]) -> None:
         """Rebuild engines side by side; raise the first failure after the end of all."""
-        reloads = (self._reload(row.spec, one, row.weight_bytes) for one in workers)
+        reloads = (self._reload(row.spec, worker, row.weight_bytes) for worker in workers)
         _raise_first(await asyncio.gather(*reloads, return_exceptions=True))
 
     async def _give(self, worker: Worker, model: str, snapshot: CachedSnapshot) -> None:
@@ -410,20 +414,20 @@ class Performer(ModelPart):
     def _rest(self, row: ModelRow, degree: int) -> None:
         model = row.spec.name
         why = self._snapshots.why_full(model, degree, row.weight_bytes)
-        numbers = [one.number for one in self._workers_of(model, degree)]
+        numbers = [worker.number for worker in self._workers_of(model, degree)]
         self._snapshots.rest(model, numbers, why.message)
 
     async def _take_off(self, name: str) -> None:
         self._mounts.unmount(name)
-        unloads = (self._supervisor.unload(one, name) for one in self._supervisor.workers)
+        unloads = (self._supervisor.unload(worker, name) for worker in self._supervisor.workers)
         _raise_first(await asyncio.gather(*unloads, return_exceptions=True))
 
     def _workers_of(self, model: str, degree: int = 0) -> list[Worker]:
         """Return the workers that need the model's snapshot, of one degree or of all."""
         workers = [
-            self._supervisor.workers[one] for one in self._fleet.devices_with_snapshot(model)
+            self._supervisor.workers[number] for number in self._fleet.devices_with_snapshot(model)
         ]
-        return [one for one in workers if degree in (0, one.device.num_gpus)]
+        return [worker for worker in workers if degree in (0, worker.device.num_gpus)]
 
 
 def _raise_first(errors: list[BaseException | None]) -> None:
@@ -482,7 +486,7 @@ class Failures(ModelPart):
     def crashed(self, device: int, death: Death) -> Candidates:
         """Record the death and the activity of a worker; return the possible causes."""
         lost = self._dispatcher.live.on_device(device)
-        candidates = candidates_of(death, {one.request_id: one.model for one in lost})
+        candidates = candidates_of(death, {request.request_id: request.model for request in lost})
         text = f"ended ({death.reason}) and is restarted"
         if death.doing:
             text += f"; activity: {death.doing}"
@@ -500,8 +504,10 @@ class Failures(ModelPart):
         """
         candidates = self.crashed(worker.number, death)
         is_draining = self._fleet.is_device_draining
-        others = [one for one in self._supervisor.workers if one.is_ready and one is not worker]
-        has_place = not all(is_draining(one.number) for one in others)
+        others = [
+            other for other in self._supervisor.workers if other.is_ready and other is not worker
+        ]
+        has_place = not all(is_draining(other.number) for other in others)
         if death.is_of_device and has_place and not is_draining(worker.number):
             self._dispatcher.set_draining(worker.number, is_draining=True)
         reason = f"the worker of device {worker.number} ended: {death.reason}"

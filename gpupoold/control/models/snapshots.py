@@ -57,7 +57,9 @@ class ModelSnapshots(ModelPart):
         """Return whether requests are on devices of the snapshot's degree, or may come there."""
         if len(self._devices.degrees) == 1:
             return self._live.num_of(of.model) > 0
-        return any(of.degree in self._degrees_of(one) for one in self._live.of_model(of.model))
+        return any(
+            of.degree in self._degrees_of(request) for request in self._live.of_model(of.model)
+        )
 
     def cached(self, model: str, worker: Worker) -> CachedSnapshot | None:
         """Return the model's snapshot for a worker if in host memory."""
@@ -75,7 +77,7 @@ class ModelSnapshots(ModelPart):
         """Record a use of the model on a device; the model may have become idle there."""
         degree = None if device is None else self._devices.degree(device)
         self._cache.touch(model, degree=degree)
-        if not all(self.is_in_use(one) for one in self._cache.of_model(model)):
+        if not all(self.is_in_use(snapshot_id) for snapshot_id in self._cache.of_model(model)):
             self.host_budget.changed()
 
     def weights(self, model: str, degree: int, expected_bytes: int) -> WeightsState:
@@ -96,7 +98,7 @@ class ModelSnapshots(ModelPart):
         known_bytes = self._cache.known_bytes(of)
         if known_bytes is not None:
             return known_bytes
-        workers = [one for one in self._supervisor.workers if one.ready is not None]
+        workers = [worker for worker in self._supervisor.workers if worker.ready is not None]
         return _whole_pages(expected_bytes, workers[0]) if workers else expected_bytes
 
     async def reserve(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
@@ -240,9 +242,9 @@ class ModelSnapshots(ModelPart):
     async def tidy(self) -> None:
         """Delete files that belong to no registered model, when a worker of each degree is up."""
         workers = {
-            self._devices.degree(one.number): one
-            for one in self._supervisor.workers
-            if one.is_ready and one.device.kind != "sim"
+            self._devices.degree(worker.number): worker
+            for worker in self._supervisor.workers
+            if worker.is_ready and worker.device.kind != "sim"
         }
         rows = await self._registry.list()
         for row in rows:
@@ -250,7 +252,9 @@ class ModelSnapshots(ModelPart):
                 if self._saved.key(SnapshotId(row.spec.name, degree)) is None:
                     await self._look_up(row.spec, worker)
         degrees = self._devices.degrees
-        await self._saved.tidy(SnapshotId(row.spec.name, one) for row in rows for one in degrees)
+        await self._saved.tidy(
+            SnapshotId(row.spec.name, degree) for row in rows for degree in degrees
+        )
 
     def rest(self, model: str, numbers: Iterable[int], why: str) -> None:
         """Let devices of the model rest, whose snapshot has no place, while others serve."""
@@ -266,10 +270,10 @@ class ModelSnapshots(ModelPart):
         """Let the devices of an evicted snapshot rest if others can serve; return the release by
         all workers.
         """
-        others = [one for one in self._fleet.needed_snapshots(of.model) if one != of]
-        if any(self._cache.get(one) is not None for one in others):
+        others = [snapshot for snapshot in self._fleet.needed_snapshots(of.model) if snapshot != of]
+        if any(self._cache.get(other) is not None for other in others):
             numbers = self._fleet.devices_with_snapshot(of.model)
-            mine = [one for one in numbers if self._devices.of(of.model, one) == of]
+            mine = [number for number in numbers if self._devices.of(of.model, number) == of]
             budget = format_bytes(self._cache.budget_bytes)
             self.rest(of.model, mine, f"the model cache of {budget} has no room for all snapshots")
         return self._drop_from_workers(of)
@@ -279,9 +283,11 @@ class ModelSnapshots(ModelPart):
         await self._saved.settled(of)  # a save in progress would keep the memory
         model = of.model
         workers = [
-            one for one in self._supervisor.workers if self._devices.of(model, one.number) == of
+            worker
+            for worker in self._supervisor.workers
+            if self._devices.of(model, worker.number) == of
         ]
-        await asyncio.gather(*(self._supervisor.drop_snapshot(one, model) for one in workers))
+        await asyncio.gather(*(self._supervisor.drop_snapshot(worker, model) for worker in workers))
 
     async def _look_up(self, spec: ModelSpec, worker: Worker) -> int | None:
         """Return the bytes of the saved snapshot for a worker, None without one."""
@@ -295,7 +301,11 @@ class ModelSnapshots(ModelPart):
         if request.device is None:
             hosts = self._fleet.devices_with_snapshot(request.model)
             awake = set(hosts) - self._devices.resting(request.model)
-            return {self._devices.degree(one) for one in awake} if hosts else self._devices.degrees
+            return (
+                {self._devices.degree(number) for number in awake}
+                if hosts
+                else self._devices.degrees
+            )
         numbers = {request.device}
         if request.migration is not None:
             numbers |= {request.migration.source, request.migration.target}

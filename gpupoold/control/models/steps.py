@@ -175,7 +175,7 @@ def desired(
         frozenset(serving) - model.fixed if is_chosen else frozenset(),
         frozenset(claimed),
         any(model.allows(number) for number in starting),
-        any(model.allows(one.number) for one in devices),
+        any(model.allows(device.number) for device in devices),
     )
 
 
@@ -215,14 +215,14 @@ def next_steps(
         return Decision((ModelStep(_K.EVICT, min(plan.evict), is_alone=True),))
     is_awaited = model.phase is _P.DRAINING and model.num_waiting > 0  # the drain waits too
     is_alive = model.phase in _ALIVE or is_awaited or model.is_added
-    outdated = [one for one in model.devices if model.hosts[one].is_outdated]
+    outdated = [device for device in model.devices if model.hosts[device].is_outdated]
     if model.is_held or not (is_alive or outdated):
         return Decision()
     if model.is_shut_out and not model.is_trial:
         return _withdrawal(model, now_s)
-    loads = [one for one in model.under_way if one.kind in (_K.LOAD, _K.REPLACE)]
-    if any(one.is_alone for one in model.under_way):
-        return Decision(blocked=frozenset(one.device for one in plan.loads))
+    loads = [step for step in model.under_way if step.kind in (_K.LOAD, _K.REPLACE)]
+    if any(step.is_alone for step in model.under_way):
+        return Decision(blocked=frozenset(load.device for load in plan.loads))
     if model.is_damaged:
         step = ModelStep(_K.RENEW, is_alone=True)
         is_due = not loads and now_s >= model.retry_at_s.get(step.key, 0.0)
@@ -230,7 +230,7 @@ def next_steps(
     opens = _opens(model, now_s)
     replacements = _replacements(model, outdated, now_s) if outdated else None
     if replacements is not None:
-        blocked = frozenset(one.device for one in plan.loads)
+        blocked = frozenset(load.device for load in plan.loads)
         return Decision((*opens, *replacements), blocked)
     if not is_alive:
         return Decision()
@@ -253,7 +253,7 @@ def next_steps(
 def _withdrawal(model: ModelView, now_s: float) -> Decision:
     """Return the step that takes a model in quarantine off all devices, when no step is left."""
     step, gone = ModelStep(_K.WITHDRAW, is_alone=True), (HostPhase.ABSENT, HostPhase.UNLOADING)
-    is_gone = not model.is_loaded and all(one.phase in gone for one in model.hosts.values())
+    is_gone = not model.is_loaded and all(host.phase in gone for host in model.hosts.values())
     is_gone = is_gone and model.is_recorded
     is_due = now_s >= model.retry_at_s.get(step.key, 0.0) and not model.under_way
     return Decision((step,) if is_due and not is_gone else ())
@@ -268,19 +268,22 @@ def _replacements(
     the snapshot, then the other engines are replaced side by side.
     """
     hosts = model.hosts
-    done = {hosts[one].degree for one in model.devices if not hosts[one].is_outdated}
-    resting = [one for one in outdated if hosts[one].is_resting]
-    firsts = [one for one in outdated if hosts[one].degree not in done]
-    steps = [_replacement(model, one) for one in outdated]
+    done = {hosts[device].degree for device in model.devices if not hosts[device].is_outdated}
+    resting = [device for device in outdated if hosts[device].is_resting]
+    firsts = [device for device in outdated if hosts[device].degree not in done]
+    steps = [_replacement(model, device) for device in outdated]
     if resting:
         steps = [ModelStep(_K.LEAVE, resting[0], is_alone=True)]
     elif firsts:
         steps = [replace(_replacement(model, firsts[0]), is_alone=True)]
-    due = [one for one in steps if now_s >= model.retry_at_s.get(one.key, 0.0)]
+    due = [step for step in steps if now_s >= model.retry_at_s.get(step.key, 0.0)]
     if not (due or model.under_way.intersection(steps)):
         return None
-    is_free = model.under_way <= {ModelStep(_K.OPEN), *(one for one in steps if not one.is_alone)}
-    return tuple(one for one in due if is_free and one not in model.under_way)
+    is_free = model.under_way <= {
+        ModelStep(_K.OPEN),
+        *(step for step in steps if not step.is_alone),
+    }
+    return tuple(step for step in due if is_free and step not in model.under_way)
 
 
 def _replacement(model: ModelView, number: int) -> ModelStep:
@@ -300,26 +303,26 @@ def _opens(model: ModelView, now_s: float) -> tuple[ModelStep, ...]:
 
 def _needing(model: ModelView) -> Mapping[int, HostState]:
     """Return the devices with the engine that need a snapshot."""
-    return {one: model.hosts[one] for one in model.devices if model.hosts[one].degree}
+    return {device: model.hosts[device] for device in model.devices if model.hosts[device].degree}
 
 
 def _awake(model: ModelView) -> Mapping[int, HostState]:
-    return {number: one for number, one in _needing(model).items() if not one.is_resting}
+    return {number: host for number, host in _needing(model).items() if not host.is_resting}
 
 
 def _lacking(model: ModelView) -> set[int]:
     """Return the degrees whose devices do not all have the snapshot; resting devices may lack."""
     return {
-        one.degree
-        for one in _awake(model).values()
-        if one.phase is not HostPhase.ATTACHED or not model.weights[one.degree].is_cached
+        host.degree
+        for host in _awake(model).values()
+        if host.phase is not HostPhase.ATTACHED or not model.weights[host.degree].is_cached
     }
 
 
 def _weights(model: ModelView, load_timeout_s: float, now_s: float) -> Decision | None:
     """Return the steps towards a warm model, None if the weights may stay as they are."""
     needing, awake, lacking = _needing(model), _awake(model), _lacking(model)
-    resting = {one.degree for one in needing.values() if one.is_resting}
+    resting = {host.degree for host in needing.values() if host.is_resting}
     if needing and not awake:
         lacking = resting
     is_asked = model.num_waiting > 0 or model.is_wished or (not awake and model.num_live > 0)
@@ -336,13 +339,15 @@ def _bring(
     model: ModelView, lacking: set[int], resting: set[int], load_timeout_s: float, now_s: float
 ) -> Decision:
     """Return the next degree to bring; degrees without memory rest if others serve."""
-    ranked = sorted(lacking, key=lambda one: (not model.weights[one].is_cached, one in resting))
+    ranked = sorted(
+        lacking, key=lambda device: (not model.weights[device].is_cached, device in resting)
+    )
     for degree in ranked:
         if _has_space(model, degree, _NO_WAIT, now_s):
             return Decision((ModelStep(_K.BRING, degree, is_alone=True),))
-    if {one.degree for one in _awake(model).values()} - lacking:
+    if {host.degree for host in _awake(model).values()} - lacking:
         return Decision(tuple(ModelStep(_K.REST, degree, is_alone=True) for degree in ranked))
-    never = all(model.weights[one].space is Space.NEVER for one in ranked)
+    never = all(model.weights[device].space is Space.NEVER for device in ranked)
     until_s = now_s if never else _since_s(model, now_s) + load_timeout_s
     return _waiting(model, ModelWait(Cause.MEMORY, until_s, ranked[0]), now_s)
 
@@ -371,7 +376,7 @@ def _loads(
         step = _load(model, choice)
         host = model.hosts[choice.device]
         is_late = now_s >= model.retry_at_s.get(step.key, 0.0)
-        is_busy = any(one.number == choice.device for one in loads)
+        is_busy = any(load.number == choice.device for load in loads)
         if is_busy or not is_late or not (_is_wanted(model) or host.is_new):
             continue
         others = [*begun, *loads]
@@ -422,7 +427,7 @@ def _no_device(
         until_s = since_s + max(start_s, load_timeout_s)
     else:
         until_s = since_s + start_s if model.is_trial or model.is_wished else math.inf
-    if degree and all(model.weights[one].space is Space.NEVER for one in without_memory):
+    if degree and all(model.weights[device].space is Space.NEVER for device in without_memory):
         until_s = now_s
     return _waiting(model, ModelWait(cause, until_s, degree), now_s)
 
@@ -470,7 +475,7 @@ def verdict(model: ModelView, step: ModelStep, error: GpupoolError) -> FailureVe
         case _K.FAIL:
             return _end_of_wait(model, error)
     is_full = isinstance(error, EnginesFull)
-    others = any(one.kind is _K.LOAD and one != step for one in model.under_way)
+    others = any(other.kind is _K.LOAD and other != step for other in model.under_way)
     if model.devices or others:
         waits = is_ended or isinstance(error, (CacheFull, *_FULL))
         return FailureVerdict.LATER if waits else FailureVerdict.NOTED

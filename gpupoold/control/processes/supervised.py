@@ -355,14 +355,14 @@ class Watchdog:
         slept_s = 0.0 if self._checked_s is None else now_s - self._checked_s
         was_asleep = slept_s > hang_timeout_s / 2 and slept_s > _SLEPT_S
         self._checked_s = now_s
-        for one in self._watched:
-            if one.watch is None:
+        for process in self._watched:
+            if process.watch is None:
                 continue
-            if was_asleep or one.is_excused:
-                one.watch.excuse(now_s)
-            reason = one.watch.failure_reason(now_s, hang_timeout_s, start_timeout_s)
+            if was_asleep or process.is_excused:
+                process.watch.excuse(now_s)
+            reason = process.watch.failure_reason(now_s, hang_timeout_s, start_timeout_s)
             if reason:
-                one.end(reason)
+                process.end(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,16 +466,16 @@ def candidates_of(death: Death, model_of: Mapping[str, str]) -> Candidates:
         if activity.phase.is_due_to_model:
             models.add(activity.model)
         requests.update(_requests_of(activity, model_of))
-    has_unknown = any(one.phase is ThreadPhase.COPY for one in death.activities)
+    has_unknown = any(activity.phase is ThreadPhase.COPY for activity in death.activities)
     return Candidates(frozenset(requests), frozenset(models), has_unknown)
 
 
 def _requests_of(activity: Activity, model_of: Mapping[str, str]) -> list[str]:
     if activity.requests is None:
-        return [one for one, model in model_of.items() if model == activity.model]
+        return [key for key, model in model_of.items() if model == activity.model]
     if not activity.requests:
         return []
-    return [one for one in model_of if digest(one) in activity.requests]
+    return [key for key in model_of if digest(key) in activity.requests]
 
 
 class OomKills:

@@ -88,8 +88,8 @@ class Accounts:
         batch = None if device is None else device.batches.get(message.model)
         if batch is None:
             return
-        found = (self._live.get(one.request_id) for one in message.progress if one.num_tokens)
-        requests = [one for one in found if one is not None]
+        found = (self._live.get(item.request_id) for item in message.progress if item.num_tokens)
+        requests = [request for request in found if request is not None]
         since_s = self._turn_start(number, message.model).only_steps_since_s
         self.usage.stepped(number, requests, since_s, message.at_s, batch.step_s())
 

@@ -122,12 +122,14 @@ class Overload:
         if not self.limits.drop_late:
             return []
         late = [
-            one
-            for one in self._live.all()
-            if one.device is None and not one.token_times_s and now_s > one.next_deadline_s
+            request
+            for request in self._live.all()
+            if request.device is None
+            and not request.token_times_s
+            and now_s > request.next_deadline_s
         ]
-        for one in late:
-            self._stats.setdefault(one.counted_name, ModelStats()).now.dropped += 1
+        for request in late:
+            self._stats.setdefault(request.counted_name, ModelStats()).now.dropped += 1
         return late
 
     def report(self, now_s: float) -> None:

@@ -137,7 +137,7 @@ def cut_short(request_ids: Iterable[str]) -> list[e.Ended]:
 
 def stepped(number: int, outputs: m.StepOutputs) -> list[e.Event]:
     """Return the tokens of a worker's step, and the ends of requests in the step."""
-    ended = [_ended(one) for one in outputs.progress if one.finish_reason is not None]
+    ended = [_ended(item) for item in outputs.progress if item.finish_reason is not None]
     return [*_steps(number, outputs), *ended]
 
 
@@ -215,9 +215,11 @@ class WorkerOrders:
 
     def abort(self, requests: Iterable[LiveRequest]) -> None:
         """Stop requests on the workers; the records stay."""
-        for one in requests:
-            if one.device is not None:
-                self._workers[one.device].send(m.AbortRequests(one.model, [one.request_id]))
+        for request in requests:
+            if request.device is not None:
+                self._workers[request.device].send(
+                    m.AbortRequests(request.model, [request.request_id])
+                )
 
     def end_isolation(self, request: LiveRequest) -> None:
         """Allow a request to share steps again, if a worker has the request."""
@@ -271,7 +273,7 @@ class Suspects:
 
     def crashed(self, candidates: Candidates, lost: Sequence[LiveRequest]) -> list[LiveRequest]:
         """Record a crash of a worker with the requests ``lost``; return the convicted requests."""
-        convicted = [one for one in lost if _convicts(one, candidates)]
+        convicted = [request for request in lost if _convicts(request, candidates)]
         for request in convicted:
             self.ended(request)
         if len(candidates.models) == 1 and candidates.requests and not convicted:
@@ -288,7 +290,9 @@ class Suspects:
 
     def next_trial(self, now_s: float) -> LiveRequest | None:
         """Return the suspect to try now, None during a trial or without suspects."""
-        suspects = [(one, one.suspect) for one in self._queue if one.suspect is not None]
+        suspects = [
+            (request, request.suspect) for request in self._queue if request.suspect is not None
+        ]
         since_s = (suspect.tried_since_s for _, suspect in suspects)
         if any(at_s is not None and now_s - at_s < _TRIAL_S for at_s in since_s):
             return None
@@ -326,7 +330,7 @@ class Suspects:
         if request.suspect is not None:
             request.suspect = None
             self._queue.remove(request)
-            self._cases = [one for one in self._cases if request.request_id not in one.requests]
+            self._cases = [case for case in self._cases if request.request_id not in case.requests]
 
     def _suspect(self, request: LiveRequest) -> None:
         num_tokens, known = len(request.output_token_ids), request.suspect
@@ -364,10 +368,10 @@ class Isolation:
     def worker_down(self, lost: Sequence[LiveRequest], candidates: Candidates) -> list[LiveRequest]:
         """Hold the suspects among the requests ``lost`` with a worker; return the convicted."""
         convicted = self._suspects.crashed(candidates, lost)
-        held = [one for one in lost if one.is_held]
+        held = [request for request in lost if request.is_held]
         for request in held:
             request.device = None
-        for model, num in sorted(Counter(one.model for one in held).items()):
+        for model, num in sorted(Counter(request.model for request in held).items()):
             text = f"{num} request{'s' * (num != 1)} may have crashed the worker: retried alone"
             self._history.record_event("warning", "requests_suspected", model, text)
         return convicted

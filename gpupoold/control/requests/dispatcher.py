@@ -233,10 +233,10 @@ class Dispatcher:
         """
         number = worker.number
         requests = self.live.of_model(name)
-        if any(one.migration and one.migration.concerns(number) for one in requests):
+        if any(request.migration and request.migration.concerns(number) for request in requests):
             raise Refused(f"requests of {name} are migrating from or to device {number}")
-        here = [one for one in requests if one.device == number]
-        self.shell.handle(*cut_short(one.request_id for one in here))
+        here = [request for request in requests if request.device == number]
+        self.shell.handle(*cut_short(request.request_id for request in here))
         self._orders.abort(here)
         self.unhost(name, worker)
         return here
@@ -291,7 +291,9 @@ class Dispatcher:
 
     def cancel(self, request_id: str, reason: str) -> list[LiveRequest]:
         """End a live request, or all of a client's request, with an error; return the ended."""
-        found = [one for one in self.live.all() if is_request(one.request_id, request_id)]
+        found = [
+            request for request in self.live.all() if is_request(request.request_id, request_id)
+        ]
         if not found:
             raise NoSuchRequest(
                 f"no live request has the id {request_id!r}",
@@ -310,7 +312,9 @@ class Dispatcher:
         lost = self.live.on_device(worker.number)
         gone = [*lost, *self.migrations.worker_down(worker.number)]
         # One call: between two calls the core would send further requests to the worker.
-        self.shell.handle(*cut_short(one.request_id for one in gone), e.DeviceDown(worker.number))
+        self.shell.handle(
+            *cut_short(request.request_id for request in gone), e.DeviceDown(worker.number)
+        )
         convicted = self.isolation.worker_down(lost, candidates)
         for request in lost:
             if not request.is_held and request not in convicted:
@@ -326,13 +330,15 @@ class Dispatcher:
     def nums_of_requests(self, numbers: Iterable[int]) -> list[int]:
         """Return the number of live requests per worker: assigned, running or not yet released."""
         had = Counter(request.device for request in self.live)
-        known = {one.number: one.num_requests for one in self.state.devices.values()}
+        known = {device.number: device.num_requests for device in self.state.devices.values()}
         return [max(had[number], known.get(number, 0)) for number in numbers]
 
     def fail_unhosted(self, reason: str) -> None:
         """End the waiting requests of models without a worker, unless another worker can load."""
         if not any(worker.is_ready for worker in self._workers.values()):
-            self._fail([one for one in self.live.all() if not self._devices(one.model)], reason)
+            self._fail(
+                [request for request in self.live.all() if not self._devices(request.model)], reason
+            )
 
     def tick(self, now_s: float) -> None:
         """End late requests if configured, and start trials; to be called every second."""
@@ -347,9 +353,13 @@ class Dispatcher:
     def end_overdue(self, now_s: float) -> None:
         """End all requests without a token for ``token_timeout_s``."""
         limit_s = self.token_timeout_s
-        silent = [one for one in self.live.silent_since(now_s - limit_s) if not one.is_background]
+        silent = [
+            request
+            for request in self.live.silent_since(now_s - limit_s)
+            if not request.is_background
+        ]
         # All reasons are computed before the first end, which may free memory for other requests.
-        for request, reason in [(one, self._waits_for(one)) for one in silent]:
+        for request, reason in [(request, self._waits_for(request)) for request in silent]:
             self._stop([request], f"no token for {limit_s:g} s: {reason}")
 
     def frontend_down(self, number: int) -> None:
@@ -384,7 +394,7 @@ class Dispatcher:
         """End requests that a worker has ended; remember a grammar that was the cause."""
         requests = self._known(message.request_ids)
         self._fail(requests, message.message, FinalFailure(message.code) if message.code else None)
-        for key_id in {one.key_id for one in requests} if message.grammar else ():
+        for key_id in {request.key_id for request in requests} if message.grammar else ():
             refused = m.GrammarRefused(message.model, key_id, message.grammar, message.message)
             self.listener.grammar_refused(refused)
 
@@ -396,7 +406,7 @@ class Dispatcher:
 
     def _known(self, request_ids: Iterable[str]) -> list[LiveRequest]:
         found = (self.live.get(request_id) for request_id in request_ids)
-        return [one for one in found if one is not None]
+        return [request for request in found if request is not None]
 
     def _devices(self, model: str) -> tuple[int, ...]:
         return self._fleet.availability(model).devices
@@ -433,11 +443,11 @@ class Dispatcher:
         Requests that are migrating from the worker continue on their target.
         """
         dropped = [
-            one
-            for one in self._known(request_ids)
-            if one.device == worker.number and not is_leaving(one)
+            request
+            for request in self._known(request_ids)
+            if request.device == worker.number and not is_leaving(request)
         ]
-        self.shell.handle(*cut_short(one.request_id for one in dropped))
+        self.shell.handle(*cut_short(request.request_id for request in dropped))
         for request in dropped:
             self._restart(request)
 
@@ -447,7 +457,7 @@ class Dispatcher:
             self._restart(request)
 
     def _cold(self, model: str) -> list[LiveRequest]:
-        return [one for one in self.live.of_model(model) if one.is_cold]
+        return [request for request in self.live.of_model(model) if request.is_cold]
 
     def _waits_for(self, request: LiveRequest) -> str:
         has_hosts = bool(self._devices(request.model))
@@ -495,7 +505,9 @@ class Dispatcher:
         self._end(requests, FinishReason.ERROR, reason)
 
     def _end(self, requests: list[LiveRequest], reason: FinishReason, error: str = "") -> None:
-        self.shell.handle(*cut_short(one.request_id for one in requests if not one.is_cold))
+        self.shell.handle(
+            *cut_short(request.request_id for request in requests if not request.is_cold)
+        )
         for request in requests:
             self._remove(request.request_id, reason, error)
 

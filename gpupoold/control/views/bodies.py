@@ -55,13 +55,17 @@ def frontends(found: Iterable[Frontend], live: LiveRequests) -> list[FrontendInf
     """Return all frontends for ``GET /status``."""
     return [
         FrontendInfo(
-            number=one.number,
-            state="ready" if one.is_ready else "starting" if one.pid is not None else "down",
-            pid=one.pid,
-            num_restarts=one.num_restarts,
-            num_live_requests=len(live.of_frontend(one.number)),
+            number=frontend.number,
+            state="ready"
+            if frontend.is_ready
+            else "starting"
+            if frontend.pid is not None
+            else "down",
+            pid=frontend.pid,
+            num_restarts=frontend.num_restarts,
+            num_live_requests=len(live.of_frontend(frontend.number)),
         )
-        for one in found
+        for frontend in found
     ]
 
 
@@ -114,8 +118,8 @@ def _device(
         is_role_fixed=is_role_fixed,
         is_draining=fleet.is_device_draining(number),
         num_requests=num_requests,
-        weights_bytes=sum(one.weights_resident_bytes for one in held),
-        kv_bytes=sum(one.kv_resident_bytes for one in held),
+        weights_bytes=sum(model.weights_resident_bytes for model in held),
+        kv_bytes=sum(model.kv_resident_bytes for model in held),
         quota_used_s=used_s,
         quota_left_s=None if quota_s is None else max(0.0, quota_s - used_s),
         utilisation=worker.reading.utilisation,
@@ -123,7 +127,7 @@ def _device(
         power_w=worker.reading.power_w,
         num_engines=len(engines),
         engine_bytes=fleet.hosts.kept_bytes(number)
-        + sum(one.memory.device_bytes for one in engines),
+        + sum(engine.memory.device_bytes for engine in engines),
         engine_limit_bytes=engine_limit_bytes,
         loading=loading(worker),
         gpus=_gpus(worker),
@@ -191,17 +195,17 @@ def usage(
     has_minutes: bool = True,
 ) -> Values:
     """Return the values of ``ModelUsage``; attainment by minute only if ``has_minutes``."""
-    held = [one for _, one in memories_of.get(name, ())]
+    held = [model for _, model in memories_of.get(name, ())]
     stats = dispatcher.accounts.stats.get(name) or ModelStats()
     so_far, hour = stats.so_far(), stats.hour_percentiles()
     return {
         "name": name,
         "state": state,
         "num_live": dispatcher.live.num_of(name),
-        "num_waiting": dispatcher.live.num_waiting(name) + sum(one.num_waiting for one in held),
+        "num_waiting": dispatcher.live.num_waiting(name) + sum(model.num_waiting for model in held),
         **vars(MemoryUse.total(held)),
         "cached_bytes": cache.num_bytes(name),
-        **{one.name: getattr(so_far, one.name) for one in fields(MainCounts)},
+        **{field.name: getattr(so_far, field.name) for field in fields(MainCounts)},
         "attainment": so_far.attainment,
         **vars(hour),
         "attainment_1m": stats.attainment_1m(now_s),
@@ -210,8 +214,8 @@ def usage(
         "tokens_per_s": stats.tokens_per_s(now_s),
         "drafts": _draft_values(stats.drafts),
         "engines": [
-            {"device": number, "load": one.load, **msgspec.structs.asdict(one.memory)}
-            for number, one in engines_of.get(name, {}).items()
+            {"device": number, "load": host.load, **msgspec.structs.asdict(host.memory)}
+            for number, host in engines_of.get(name, {}).items()
         ],
     }
 
@@ -259,7 +263,7 @@ def usage_info(
     key_names: Mapping[str, str],
 ) -> UsageInfo:
     """Return the body for sums of the history; ``key_names`` are by the keys' public ids."""
-    rows = [dict(vars(one)) for one in uses]
+    rows = [dict(vars(use)) for use in uses]
     return UsageInfo(
         since=min((row.pop("hour_at") for row in rows), default=since),
         uses=[UseInfo(**row, key_name=key_names.get(row["api_key"], "")) for row in rows],
@@ -279,7 +283,7 @@ async def fleet_models(
     found = []
     for row in rows:
         name, targets = row.spec.name, row.spec.targets
-        one = FleetModel(
+        model = FleetModel(
             name=name,
             names=list(row.spec.names),
             state=fleet.availability(name).state,
@@ -294,10 +298,10 @@ async def fleet_models(
         )
         known = state.models.get(name)
         if known is not None:
-            _add_work(one, state, known, rates_rps.get(name, {}))
+            _add_work(model, state, known, rates_rps.get(name, {}))
             if fleet.is_warm(name):
-                one.first_token_in_s = first_token_in_s(state, known, _PROMPT_TOKENS, now_s)
-        found.append(one)
+                model.first_token_in_s = first_token_in_s(state, known, _PROMPT_TOKENS, now_s)
+        found.append(model)
         await asyncio.sleep(0)
     return found
 
@@ -315,7 +319,7 @@ def _add_work(
 
 def span_s(window_s: float) -> int:
     """Return the shortest usual span that divides a window into at most ``_MAX_SPANS`` parts."""
-    return next((one for one in _SPANS_S if window_s <= one * _MAX_SPANS), _SPANS_S[-1])
+    return next((span_s for span_s in _SPANS_S if window_s <= span_s * _MAX_SPANS), _SPANS_S[-1])
 
 
 def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:

@@ -84,7 +84,7 @@ class Explainer(ModelPart):
             return Why(model=self.model(row))
         found = self._live(name)
         if found:
-            others = [one.request_id for one in found[1:]]
+            others = [request.request_id for request in found[1:]]
             return Why(request=self.request(found[0]).model_copy(update={"also_live": others}))
         await self._history.flush()
         ended = await self._history.find_request(request_id_of(name))
@@ -151,12 +151,12 @@ class Explainer(ModelPart):
     def _live(self, seen: str) -> list[LiveRequest]:
         """Return the live requests of a client's request, the named one first."""
         live, text = self._dispatcher.live.all(), request_id_of(seen)
-        named = [one for one in live if is_request(one.request_id, seen)]
+        named = [request for request in live if is_request(request.request_id, seen)]
         if named:
             return named
-        found = [one for one in live if text in one.request_id]
+        found = [request for request in live if text in request.request_id]
         if len(found) > 1:
-            ids = ", ".join(one.request_id for one in found[:5])
+            ids = ", ".join(request.request_id for request in found[:5])
             raise UsageError(
                 f"{len(found)} live requests have {text!r} in their id", f"for example: {ids}"
             )
@@ -212,7 +212,7 @@ class Explainer(ModelPart):
         return ModelOnDevice(
             device=worker.number,
             **vars(MemoryUse.total([held] if held else [])),
-            num_requests=sum(one.device == worker.number for one in live),
+            num_requests=sum(request.device == worker.number for request in live),
             turns=self._turns(worker.number, now_s),
             engine_bytes=host.memory.device_bytes,
             hosting=HostingReason.FIXED.why if is_fixed else host.why,
@@ -234,7 +234,11 @@ class Explainer(ModelPart):
         if now.state is ModelState.FAILED:
             reason = now.reason or "see `gpupool events`"
             return f"failed: {reason}; try `gpupool cache warm {name}`"
-        loads = [one for one in map(views.loading, self._workers) if one and one.model == name]
+        loads = [
+            loading
+            for loading in map(views.loading, self._workers)
+            if loading and loading.model == name
+        ]
         if loads:
             return f"loading for {format_duration(loads[0].since_s)}: the worker {loads[0].stage}"
         if now.phase is ModelPhase.LOADING and self._fleet.loaded(name) and not now.devices:
@@ -252,10 +256,10 @@ class Explainer(ModelPart):
             device=row.device,
             text=_ended_text(row),
             events=[
-                one
-                for one in events
-                if row.arrived_at - 1 <= one.at <= end + 1
-                and (one.subject == row.model or one.kind == "worker_down")
+                event
+                for event in events
+                if row.arrived_at - 1 <= event.at <= end + 1
+                and (event.subject == row.model or event.kind == "worker_down")
             ],
         )
 
@@ -285,12 +289,12 @@ def _unscheduled(request: LiveRequest) -> str:
 
 def _memory_of(worker: Worker, model: str) -> ModelMemory | None:
     models = worker.status.models if worker.status else []
-    return next((one for one in models if one.model == model), None)
+    return next((memory for memory in models if memory.model == model), None)
 
 
 def main_cause(counts: Counts) -> str | None:
     """Return the cause on which late answers lost the most time, None if all were in time."""
-    cause, late_s = max(counts.lateness.by_name().items(), key=lambda one: one[1])
+    cause, late_s = max(counts.lateness.by_name().items(), key=lambda late: late[1])
     return cause if late_s > 1e-6 else None
 
 

@@ -105,11 +105,11 @@ class SnapshotCache:
 
     def of_model(self, model: str) -> list[SnapshotId]:
         """Return the model's snapshots in host memory."""
-        return [one for one in self._snapshots if one.model == model]
+        return [snapshot for snapshot in self._snapshots if snapshot.model == model]
 
     def num_bytes(self, model: str) -> int:
         """Return the bytes of the model's snapshots in host memory."""
-        return sum(self._snapshots[one].num_bytes for one in self.of_model(model))
+        return sum(self._snapshots[snapshot_id].num_bytes for snapshot_id in self.of_model(model))
 
     def known_bytes(self, of: SnapshotId) -> int | None:
         """Return the bytes of the present or latest snapshot, None if unknown."""
@@ -177,8 +177,8 @@ class SnapshotCache:
 
     def drop_all(self, model: str) -> None:
         """Drop the model's snapshots of all degrees."""
-        for one in self.of_model(model):
-            self.drop(one)
+        for snapshot_id in self.of_model(model):
+            self.drop(snapshot_id)
 
     def touch(self, model: str, at: float | None = None, degree: int | None = None) -> None:
         """Record a use of the model, now or ``at`` (wall-clock seconds).
@@ -214,7 +214,7 @@ class SnapshotCache:
         self.pinned.discard(model)
         self._last_used_at.pop(model, None)
         for record in (self._reserved_bytes, self._known_bytes, self._uses):
-            for of in [one for one in record if one.model == model]:
+            for of in [snapshot_id for snapshot_id in record if snapshot_id.model == model]:
                 del record[of]
 
     def close(self) -> None:
@@ -234,9 +234,9 @@ class SnapshotCache:
             os.close(snapshot.fd)
 
 
-def _is_same(one: CachedSnapshot, other: CachedSnapshot) -> bool:
-    is_alike = (one.digest, one.self_check) == (other.digest, other.self_check)
-    return is_alike and os.path.sameopenfile(one.fd, other.fd)
+def _is_same(snapshot: CachedSnapshot, other: CachedSnapshot) -> bool:
+    is_alike = (snapshot.digest, snapshot.self_check) == (other.digest, other.self_check)
+    return is_alike and os.path.sameopenfile(snapshot.fd, other.fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,21 +259,23 @@ def choose_victims(candidates: Sequence[Candidate[K]], short_bytes: int) -> list
     Pinned and busy snapshots stay. Least recently used snapshots go first; a chosen
     snapshot stays nevertheless if the other chosen snapshots suffice.
     """
-    idle = [one for one in candidates if not one.is_pinned and not one.is_busy]
+    idle = [
+        candidate for candidate in candidates if not candidate.is_pinned and not candidate.is_busy
+    ]
     chosen: list[Candidate[K]] = []
     freed_bytes = 0
-    for one in sorted(idle, key=lambda one: one.last_used_at):
+    for candidate in sorted(idle, key=lambda candidate: candidate.last_used_at):
         if freed_bytes >= short_bytes:
             break
-        chosen.append(one)
-        freed_bytes += one.num_bytes
+        chosen.append(candidate)
+        freed_bytes += candidate.num_bytes
     if freed_bytes < short_bytes:
         return None
-    for one in reversed(chosen):
-        if freed_bytes - one.num_bytes >= short_bytes:
-            chosen = [other for other in chosen if other is not one]
-            freed_bytes -= one.num_bytes
-    return [one.key for one in chosen]
+    for candidate in reversed(chosen):
+        if freed_bytes - candidate.num_bytes >= short_bytes:
+            chosen = [other for other in chosen if other is not candidate]
+            freed_bytes -= candidate.num_bytes
+    return [candidate.key for candidate in chosen]
 
 
 def start_order(candidates: Sequence[Candidate[K]], budget_bytes: int) -> list[K]:
@@ -282,20 +284,22 @@ def start_order(candidates: Sequence[Candidate[K]], budget_bytes: int) -> list[K
     Pinned snapshots come first, then the most recently used snapshots within the budget. All other
     models need memory only while loading, and are loaded before the last snapshots that stay.
     """
-    ranked = sorted(candidates, key=lambda one: (not one.is_pinned, -one.last_used_at))
+    ranked = sorted(
+        candidates, key=lambda candidate: (not candidate.is_pinned, -candidate.last_used_at)
+    )
     num_kept, kept_bytes = 0, 0
-    for one in ranked:
-        if kept_bytes + one.num_bytes > budget_bytes:
+    for candidate in ranked:
+        if kept_bytes + candidate.num_bytes > budget_bytes:
             break
-        num_kept, kept_bytes = num_kept + 1, kept_bytes + one.num_bytes
+        num_kept, kept_bytes = num_kept + 1, kept_bytes + candidate.num_bytes
     others = ranked[num_kept:]
-    largest_bytes = max((one.num_bytes for one in others), default=0)
+    largest_bytes = max((other.num_bytes for other in others), default=0)
     num_first = num_kept
     while num_first and kept_bytes + largest_bytes > budget_bytes:
         num_first -= 1
         kept_bytes -= ranked[num_first].num_bytes
     order = [*ranked[:num_first], *others, *ranked[num_first:num_kept]]
-    return [one.key for one in order]
+    return [candidate.key for candidate in order]
 
 
 class CacheFull(Refused):
@@ -358,11 +362,11 @@ class HostMemoryBudget:
         try:
             yield
         finally:
-            for one in held:
-                self._holds[one] -= 1
-                if not self._holds[one]:
-                    del self._holds[one]
-                    self._cache.release(one)
+            for snapshot_id in held:
+                self._holds[snapshot_id] -= 1
+                if not self._holds[snapshot_id]:
+                    del self._holds[snapshot_id]
+                    self._cache.release(snapshot_id)
             self.changed()
 
     def changed(self) -> None:
@@ -391,7 +395,7 @@ class HostMemoryBudget:
         victims = choose_victims(others, self._cache.short_bytes(of, num_bytes))
         if victims is None:
             raise self.why_full(of, num_bytes)
-        return sum(one.num_bytes for one in others if one.key in victims)
+        return sum(other.num_bytes for other in others if other.key in victims)
 
     async def reserve(self, of: SnapshotId, num_bytes: int) -> None:
         """Reserve memory for a held snapshot, evicting others.
@@ -417,9 +421,9 @@ class HostMemoryBudget:
             present = self._cache.of_model(model)
             if model in self._cache.pinned:
                 raise Refused(f"{model} is pinned", f"run `gpupool cache unpin {model}` first")
-            if any(self._is_in_use(one) for one in present):
+            if any(self._is_in_use(snapshot_id) for snapshot_id in present):
                 raise Refused(f"{model} has live requests", "wait until the requests have ended")
-            if any(one.model == model for one in self._holds):
+            if any(hold.model == model for hold in self._holds):
                 raise Refused(f"{model} is being loaded", "wait until the load has ended")
             await self._drop_all(present)
 
@@ -455,7 +459,7 @@ class HostMemoryBudget:
                     return
                 others = self._candidates(None)
                 idle_bytes = sum(
-                    one.num_bytes for one in others if not (one.is_pinned or one.is_busy)
+                    other.num_bytes for other in others if not (other.is_pinned or other.is_busy)
                 )
                 victims = choose_victims(others, min(short_bytes, idle_bytes))
                 if victims:
@@ -468,12 +472,12 @@ class HostMemoryBudget:
             await change.wait()
 
     async def _drop_all(self, victims: list[SnapshotId]) -> None:
-        for one in victims:
+        for victim in victims:
             # There is no such snapshot from now on, even if the caller is cancelled.
-            self._cache.retire(one)
-        for one in victims:
-            self._leaving[one] = asyncio.create_task(self._leave(one, self._release(one)))
-        await asyncio.shield(asyncio.gather(*(self._leaving[one] for one in victims)))
+            self._cache.retire(victim)
+        for victim in victims:
+            self._leaving[victim] = asyncio.create_task(self._leave(victim, self._release(victim)))
+        await asyncio.shield(asyncio.gather(*(self._leaving[victim] for victim in victims)))
 
     async def _leave(self, of: SnapshotId, released: Awaitable[None]) -> None:
         try:
@@ -506,8 +510,8 @@ class HostMemoryBudget:
         """Return the bytes of other pinned snapshots, or of busy unpinned snapshots."""
         others = self._candidates(of)
         if pinned:
-            return sum(one.num_bytes for one in others if one.is_pinned)
-        return sum(one.num_bytes for one in others if one.is_busy and not one.is_pinned)
+            return sum(other.num_bytes for other in others if other.is_pinned)
+        return sum(other.num_bytes for other in others if other.is_busy and not other.is_pinned)
 
     def why_full(self, of: SnapshotId, num_bytes: int, waited_s: float = 0.0) -> GpupoolError:
         """Return the error for a snapshot without space, perhaps after a wait."""

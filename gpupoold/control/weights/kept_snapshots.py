@@ -117,7 +117,7 @@ class SavedSnapshots:
 
         Saves in progress end before, because each would bring a file back.
         """
-        for of in [one for one in self._saving if one.model == model]:
+        for of in [snapshot_id for snapshot_id in self._saving if snapshot_id.model == model]:
             await self.settled(of)
         forgotten = self._keys.forget(model)
         if self.budget_bytes:
@@ -146,7 +146,7 @@ class SavedSnapshots:
     def _fit(self, used_at: Mapping[str, float]) -> None:
         files = self._files.list()
         left_bytes = sum(file.num_bytes for file in files)
-        for file in sorted(files, key=lambda one: (used_at.get(one.key, -1.0), one.saved_at)):
+        for file in sorted(files, key=lambda file: (used_at.get(file.key, -1.0), file.saved_at)):
             if left_bytes <= self.budget_bytes:
                 return
             self._files.drop(file.key)
@@ -402,7 +402,7 @@ class StoredSnapshots:
         async with self._taking:
             for model in models if self._found else ():
                 await self._restore(model, ready, cache, degree)
-            kept = {of: one for of, one in self._found.items() if of.degree in later}
+            kept = {of: snapshot for of, snapshot in self._found.items() if of.degree in later}
             for of, stored in self._found.items():
                 if of in kept:
                     continue
@@ -436,8 +436,8 @@ class StoredSnapshots:
 
     def _sort_out(self) -> None:
         by_name: defaultdict[str, list[int]] = defaultdict(list)
-        for one in self._store.stored:
-            by_name[one.name].append(one.fd)
+        for named in self._store.stored:
+            by_name[named.name].append(named.fd)
         for name, fds in by_name.items():
             try:
                 stored = _checked(name, fds)

@@ -121,7 +121,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         if self._child is None:
             return set()
         activities = read_page(self._activity_fd)
-        return {one.model for one in activities if one.phase is ThreadPhase.LOAD}
+        return {activity.model for activity in activities if activity.phase is ThreadPhase.LOAD}
 
     async def _run_once(self) -> bool:
         """Run one process with a separate activity page, see :meth:`Supervised._run_once`."""
@@ -206,7 +206,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
             case m.WorkerStatus():
                 worker.status, activity = message, message.activity
                 has_work = any(
-                    one.num_live for one in message.models if one.model == activity.on_turn
+                    model.num_live for model in message.models if model.model == activity.on_turn
                 )
                 loading = message.loading
                 is_held = loading is not None and loading.holds_turns
@@ -256,7 +256,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         super()._forget(reason)
         worker = self._worker
         ended = WorkerEnded(reason, "see `gpupool logs`")
-        for load in (one for loads in worker.loads.values() for one in loads if not one.done()):
+        for load in (load for loads in worker.loads.values() for load in loads if not load.done()):
             load.set_exception(ended)
         worker.loads.clear()
         worker.taking.reject_all(ended)
@@ -339,7 +339,7 @@ def compute_threads(settings: Settings) -> int:
 
 
 def _num_computing(settings: Settings) -> int:
-    return sum(one.num_gpus for one in settings.devices if one.kind != "sim")
+    return sum(device.num_gpus for device in settings.devices if device.kind != "sim")
 
 
 class WorkerEnded(Failed):

@@ -154,7 +154,7 @@ class WorkerSupervisor:
             if len(errors) == len(waits):
                 raise errors[0]
         ready = [worker.ready for worker in self.workers if worker.is_ready]
-        return [one.facts.device_bytes for one in ready if one is not None]
+        return [answer.facts.device_bytes for answer in ready if answer is not None]
 
     async def load(
         self,

@@ -38,7 +38,7 @@ class Places:
 
     def num_waiting(self, owner: str) -> int:
         """Return how many places an owner waits for."""
-        return sum(one.owner == owner for one in self._waiting)
+        return sum(waiter.owner == owner for waiter in self._waiting)
 
     async def take(self, owner: str, group: str = "") -> None:
         """Take a place, to be released with the same arguments; wait for a place if necessary."""
@@ -62,23 +62,23 @@ class Places:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        while able := [one for one in self._waiting if self._may_take(one)]:
+        while able := [waiter for waiter in self._waiting if self._may_take(waiter)]:
             waiter = min(able, key=self._num_held)
             self._waiting.remove(waiter)
             self._num_free -= 1
             self._count(waiter.owner, waiter.group, 1)
             waiter.granted.set_result(None)
 
-    def _may_take(self, one: _Waiter) -> bool:
-        of_owner, of_group = self._num_held(one)
+    def _may_take(self, waiter: _Waiter) -> bool:
+        of_owner, of_group = self._num_held(waiter)
         return (
-            not one.granted.done()
+            not waiter.granted.done()
             and of_owner < self._owner_share * self._num_free
             and of_group < self._group_share * self._num_free
         )
 
-    def _num_held(self, one: _Waiter) -> tuple[int, int]:
-        return self._of_owner[one.owner], self._of_group[one.owner, one.group]
+    def _num_held(self, waiter: _Waiter) -> tuple[int, int]:
+        return self._of_owner[waiter.owner], self._of_group[waiter.owner, waiter.group]
 
     def _count(self, owner: str, group: str, change: int) -> None:
         """Change the counts; those that reach 0 are removed."""

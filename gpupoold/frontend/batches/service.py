@@ -139,7 +139,7 @@ class BatchRunner:
                     await self._look()
                 await asyncio.sleep(_POLL_S)
         finally:
-            tasks = [one.task for one in self._running.values()]
+            tasks = [running.task for running in self._running.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -155,7 +155,7 @@ class BatchRunner:
                 continue
             task = asyncio.create_task(self._bring_on(row), name=row.id)
             self._running[row.id] = _Running(task, end)
-        for batch_id in [one for one, work in self._running.items() if work.task.done()]:
+        for batch_id in [key for key, work in self._running.items() if work.task.done()]:
             del self._running[batch_id]
         if time.monotonic() - self._cleaned_s >= _CLEAN_S:
             self._cleaned_s = time.monotonic()

@@ -137,9 +137,11 @@ class BatchWorker:
         num_lines = 0
         while chunk := await asyncio.to_thread(_take, checked):
             num_lines += len(chunk)
-            errors += [_problem(one.number, one.problem) for one in chunk if one.problem]
+            errors += [_problem(line.number, line.problem) for line in chunk if line.problem]
             if len(models) < _MAX_MODELS:
-                models |= dict.fromkeys(one.model[:_MAX_NAME_CHARS] for one in chunk if one.model)
+                models |= dict.fromkeys(
+                    line.model[:_MAX_NAME_CHARS] for line in chunk if line.model
+                )
             if len(errors) >= MAX_ERRORS:
                 break
         now = int(time.time())
@@ -284,7 +286,7 @@ class BatchWorker:
             await self._results_file(row, "batch_output", status),
             await self._results_file(row, "batch_error", status),
         ]
-        kept = [one for one in found if one is not None]
+        kept = [row for row in found if row is not None]
         await self.store.end(row.id, status, int(time.time()), kept)
 
     async def _results_file(
@@ -348,11 +350,11 @@ class Repeats:
     @property
     def reason(self) -> str:
         """Why requests wait; empty if none has been refused."""
-        return next((one.reason for one in self._held.values()), "")
+        return next((model.reason for model in self._held.values()), "")
 
     def due_s(self, now_s: float) -> float:
         """Return the time of the next try, now if none is known."""
-        dues = [one.due_s for one in self._held.values()]
+        dues = [model.due_s for model in self._held.values()]
         for line in self._lines.values():
             held = self._held.get(line.model)
             dues.append(line.due_s if held is None else max(line.due_s, held.due_s))
@@ -431,9 +433,9 @@ def _take_lines(lines: Iterator[tuple[int, BatchLine]]) -> list[tuple[int, Batch
     """Return the next lines, of ``_CHUNK_BYTES`` and one line at most."""
     taken: list[tuple[int, BatchLine]] = []
     num_bytes = 0
-    for one in islice(lines, _CHUNK):
-        taken.append(one)
-        num_bytes += len(one[1].body)
+    for line in islice(lines, _CHUNK):
+        taken.append(line)
+        num_bytes += len(line[1].body)
         if num_bytes >= _CHUNK_BYTES:
             break
     return taken

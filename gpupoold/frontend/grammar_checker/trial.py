@@ -100,7 +100,7 @@ def _verdict(prepared: Prepared, check: GrammarCheck) -> GrammarVerdict:
     except MemoryError:
         reason = f"its compilation takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
     except Exception as error:
-        reason = "; ".join(str(one) or repr(one) for one in (error, error.__cause__) if one)
+        reason = "; ".join(str(cause) or repr(cause) for cause in (error, error.__cause__) if cause)
         if "bad_alloc" in reason:
             reason = f"its compilation takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
     else:
@@ -273,7 +273,7 @@ def _alternative(
     if kind == _EMPTY:
         return [[]]
     if kind == _SEQUENCE:
-        return [[one for part in parts for one in _element(*expression(part), rules)]]
+        return [[symbol for part in parts for symbol in _element(*expression(part), rules)]]
     return [list(_element(kind, parts, rules))]
 
 
@@ -301,7 +301,7 @@ def _nullable(rules: list[GrammarRule]) -> set[int]:
             number
             for number, rule in enumerate(rules)
             if number not in found
-            and any(all(one in found for one in every) for every in rule.alternatives)
+            and any(all(symbol in found for symbol in every) for every in rule.alternatives)
         }
         if not more:
             return found
@@ -327,7 +327,7 @@ def _edges(rules: list[GrammarRule], nullable: set[int], *, backwards: bool) -> 
 def _neighbours(rule: GrammarRule, nullable: set[int]) -> Iterable[tuple[int, int]]:
     """Yield pairs of rules that may be all that the rule derives, one after the other."""
     for alternative in rule.alternatives:
-        needed = [at for at, one in enumerate(alternative) if one not in nullable]
+        needed = [at for at, symbol in enumerate(alternative) if symbol not in nullable]
         if len(needed) > 2:
             continue
         for at, left in enumerate(alternative):

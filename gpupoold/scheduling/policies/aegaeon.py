@@ -86,10 +86,10 @@ class GroupedPrefill:
 
         Adjacent groups of the same model count together.
         """
-        groups = [one for one in self._queue(device) if one.has_work(device)]
-        of_model = [*itertools.takewhile(lambda one: one.model is groups[0].model, groups)]
-        num_joined = sum(one.size for one in of_model)
-        return num_joined, sum(one.prefill_s(device) for one in of_model)
+        groups = [group for group in self._queue(device) if group.has_work(device)]
+        of_model = [*itertools.takewhile(lambda group: group.model is groups[0].model, groups)]
+        num_joined = sum(group.size for group in of_model)
+        return num_joined, sum(group.prefill_s(device) for group in of_model)
 
     def next_model(self, device: DeviceState) -> str | None:
         """Return the model of the next group of another model."""
@@ -164,7 +164,7 @@ class WeightedDecode:
             if work.order[0] == work.last:
                 work.order.append(work.order.pop(0))
             self._start_round(device, work)
-        name = next((one for one in work.round if one != work.last), work.round[0])
+        name = next((name for name in work.round if name != work.last), work.round[0])
         work.round.remove(name)
         return Choice(name, work.quotas_s[name], rule=Rule.ROUND)
 
@@ -174,7 +174,7 @@ class WeightedDecode:
 
     def upcoming(self, device: DeviceState) -> str | None:
         """Return the next model of the round, or the first of the next round."""
-        return next((one.model for one in self.line(device)), None)
+        return next((request.model for request in self.line(device)), None)
 
     def line(self, device: DeviceState) -> list[InLine]:
         """Return the rest of the round, then the next round."""
@@ -257,8 +257,8 @@ class AegaeonPolicy(Policy):
             return [(device, Role.MIXED) for device in devices]
         num_prefill = min(self._num_prefill, len(devices) - 1)
         prefilling, decoding = devices[:num_prefill], devices[num_prefill:]
-        return [(one, Role.PREFILL) for one in prefilling] + [
-            (one, Role.DECODE) for one in decoding
+        return [(device, Role.PREFILL) for device in prefilling] + [
+            (device, Role.DECODE) for device in decoding
         ]
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
@@ -300,22 +300,24 @@ class AegaeonPolicy(Policy):
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
         """Return the models of the groups, then the rest of the round."""
         first = [InLine(n, Rule.PREFILL_FIRST) for n in self._prefill.next_models(device)]
-        names = {one.model for one in first}
-        return first + [one for one in self._decode.line(device) if one.model not in names]
+        names = {request.model for request in first}
+        return first + [
+            request for request in self._decode.line(device) if request.model not in names
+        ]
 
 
 def _has_room(request: Request, device: DeviceState) -> bool:
     model = request.model
-    moving = [one for one in device.moving.values() if one.model is model]
+    moving = [request for request in device.moving.values() if request.model is model]
     batch = device.batches[model.name]
     if not batch.requests and not moving:
         return False
-    tokens = batch.context_tokens + sum(one.context_tokens for one in (*moving, request))
+    tokens = batch.context_tokens + sum(each.context_tokens for each in (*moving, request))
     return tokens * model.kv_bytes_per_token <= device.up.capacity_bytes - model.weight_bytes
 
 
 def _models_on(device: DeviceState) -> set[str]:
-    return {*device.working, *(one.model.name for one in device.moving.values())}
+    return {*device.working, *(request.model.name for request in device.moving.values())}
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,4 +155,4 @@ def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[DeviceState]]]:
 
 def fewest_requests(devices: Iterable[DeviceState]) -> DeviceState:
     """Return the device with the fewest requests, the first among equals; there must be one."""
-    return min(devices, key=lambda one: (one.num_requests, one.number))
+    return min(devices, key=lambda device: (device.num_requests, device.number))

@@ -80,8 +80,10 @@ class PrefillFirstPolicy(_UnifiedPolicy):
         """Return the oldest prompt's model, then the rest of the round."""
         oldest = _oldest_prompt(device, besides=device.turn.model if device.turn else None)
         first = [] if oldest is None else [InLine(oldest.model.name, Rule.PREFILL_FIRST)]
-        names = {one.model for one in first}
-        return first + [one for one in self._decode.line(device) if one.model not in names]
+        names = {request.model for request in first}
+        return first + [
+            request for request in self._decode.line(device) if request.model not in names
+        ]
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
         """End decoding while a prompt of another model waits."""
@@ -108,7 +110,7 @@ def _oldest_prompt(device: DeviceState, besides: str | None = None) -> Request |
         for request in batch.requests.values()
         if request.phase is RequestPhase.SENT
     ]
-    return min(waiting, key=lambda one: (one.arrival_s, one.id), default=None)
+    return min(waiting, key=lambda request: (request.arrival_s, request.id), default=None)
 
 
 class StayingPolicy(GpupoolPolicy):
@@ -135,7 +137,7 @@ class StaticPolicy(StayingPolicy):
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Place each request on its model's device; requests of unplaced models stay held."""
         held = list(state.held.values())
-        if any(self._place.get(one.model.name) not in one.model.hosts for one in held):
+        if any(self._place.get(request.model.name) not in request.model.hosts for request in held):
             with contextlib.suppress(CannotServe):  # the shell called check() before
                 self._place = _placed(state)
         for request in held:
@@ -148,8 +150,8 @@ def _placed(state: State) -> dict[str, int]:
     """Return each model's device: heaviest models first, on the device with most free memory."""
     room = {number: device.up.capacity_bytes for number, device in state.devices.items()}
     places: dict[str, int] = {}
-    for model in sorted(state.models.values(), key=lambda one: (-_need_bytes(one), one.name)):
-        number = max(model.hosts, key=lambda one: (room[one], -one), default=None)
+    for model in sorted(state.models.values(), key=lambda model: (-_need_bytes(model), model.name)):
+        number = max(model.hosts, key=lambda host: (room[host], -host), default=None)
         if number is None or room[number] < _need_bytes(model):
             raise CannotServe(
                 f"only {len(places)} of {len(state.models)} models fit the devices at once: no "
@@ -190,7 +192,9 @@ class RequestLevelPolicy(Policy):
             if name not in hosts:
                 hosts[name] = state.prefill_hosts(request.model)
                 serving[name] = [
-                    one for one in hosts[name] if name in one.working or name in one.queued
+                    device
+                    for device in hosts[name]
+                    if name in device.working or name in device.queued
                 ]
             candidates = [device for device in free if device in hosts[name]]
             place = self._choose(request, serving[name], candidates)
@@ -211,7 +215,10 @@ class RequestLevelPolicy(Policy):
             del serving[0]
         if not candidates:
             return None
-        device = min(candidates, key=lambda one: (one.missing(request.model) > 0, one.number))
+        device = min(
+            candidates,
+            key=lambda candidate: (candidate.missing(request.model) > 0, candidate.number),
+        )
         serving.append(device)
         return device
 

@@ -144,7 +144,7 @@ class GpupoolPolicy(Policy):
         order = order_of([queued], device, now_s)
         chosen = next_prefills(order, working, queued.speed, tuning.turn_min_s)
         if order.on_time and order.late and self._may_serve_starving(device, now_s):
-            starving = min(order.late, key=lambda one: one.arrival_s)
+            starving = min(order.late, key=lambda request: request.arrival_s)
             if now_s - starving.arrival_s > tuning.patience_s:
                 prefill_s = queued.speed.costs.prefill_s(starving.prefill_tokens)
                 self._count_starving(device, now_s, prefill_s)
@@ -267,11 +267,11 @@ class GpupoolPolicy(Policy):
         A moved model does not move back, because the other device does not become full.
         """
         full_load = self._tuning.full_load
-        for device in [one for one in state.devices.values() if one.queued]:
-            for name in [one for one in device.queued if one not in device.working]:
+        for device in [device for device in state.devices.values() if device.queued]:
+            for name in [name for name in device.queued if name not in device.working]:
                 batch = device.queued[name]
                 able = able_devices(batch.model, state.prefill_hosts(batch.model))
-                others = [one for one in able if one is not device]
+                others = [other for other in able if other is not device]
                 if loads.of(device) <= full_load or not others:
                     continue
                 target = min(others, key=loads.of)
@@ -290,7 +290,9 @@ class GpupoolPolicy(Policy):
         for request, devices in waiting_for_kv(state):
             name = request.model.name
             # By number of models, not by load, which is slower: called often while requests wait.
-            target = min(devices, key=lambda one: (name not in one.working, len(one.working)))
+            target = min(
+                devices, key=lambda device: (name not in device.working, len(device.working))
+            )
             if name in target.working:
                 is_wanted = loads.of(target) <= self._tuning.full_load and admits(target, request)
             else:
@@ -351,7 +353,7 @@ def turn_for_lead(ranked: Ranked, device: DeviceState, tuning: Tuning) -> Planne
     """
     by_rule = dict(ranked)
     kept = by_rule[Rule.DEADLINE]
-    present = next((one for one in by_rule[Rule.AHEAD] if _is_resident(one, device)), None)
+    present = next((turn for turn in by_rule[Rule.AHEAD] if _is_resident(turn, device)), None)
     if not kept or present is None:
         return None
     batch, following = device.batches[present.model], device.batches[kept[0].model]
@@ -382,7 +384,7 @@ def _decode_s(batch: Batch, more_lead_s: float) -> float:
 def _slack_s(kept: Sequence[PlannedTurn]) -> float:
     """Return the longest delay of the turns, in order, without a late start."""
     slack_s, start_s = float("inf"), 0.0
-    for one in kept:
-        slack_s = min(slack_s, one.due_in_s - start_s)
-        start_s += one.duration_s
+    for turn in kept:
+        slack_s = min(slack_s, turn.due_in_s - start_s)
+        start_s += turn.duration_s
     return slack_s

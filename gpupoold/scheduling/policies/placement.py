@@ -82,26 +82,28 @@ def choose(
     """
     model, full_load = request.model, tuning.full_load
     serving = [device for device in devices if _has_work(model, device)]
-    roomy = [one for one in serving if admits(one, request)]
-    keeping_up = [one for one in roomy if loads.of(one) <= full_load]
+    roomy = [device for device in serving if admits(device, request)]
+    keeping_up = [device for device in roomy if loads.of(device) <= full_load]
     if serving:
         # A device of its own is worth a copy, above all if none keeps up.
-        joined = min(serving, key=lambda one: (loads.of(one), one.number))
+        joined = min(serving, key=lambda device: (loads.of(device), device.number))
         if keeping_up:
-            joined = max(keeping_up, key=lambda one: (_num_of(model, one), -one.number))
+            joined = max(keeping_up, key=lambda device: (_num_of(model, device), -device.number))
         free = _free_of_others(request, joined, devices, loads, tuning)
         if free is not None:
             return free, Rule.FREE_OF_OTHERS
         if keeping_up:
             return joined, Rule.SERVED_THERE
-    if roomy and not any(_is_mostly(model, one, loads) for one in roomy):
-        return min(roomy, key=lambda one: (loads.of(one), one.number)), Rule.SERVED_THERE
+    if roomy and not any(_is_mostly(model, device, loads) for device in roomy):
+        return min(roomy, key=lambda device: (loads.of(device), device.number)), Rule.SERVED_THERE
     home = homes.get(model.name)
-    ranked = sorted(devices, key=lambda one: _rank(one, model, home, loads))
-    admitting = next((one for one in ranked if admits(one, request)), None)
-    chosen = admitting or min(ranked, key=lambda one: one.num_waiting_for_kv)
+    ranked = sorted(devices, key=lambda device: _rank(device, model, home, loads))
+    admitting = next((device for device in ranked if admits(device, request)), None)
+    chosen = admitting or min(ranked, key=lambda device: device.num_waiting_for_kv)
     if serving and not is_worth_a_copy(request, chosen, loads, tuning):
-        return min(roomy or serving, key=lambda one: (loads.of(one), one.number)), Rule.NO_COPY
+        return min(
+            roomy or serving, key=lambda device: (loads.of(device), device.number)
+        ), Rule.NO_COPY
     rule = Rule.WAITS_FOR_KV if admitting is None else _rule_of(chosen, ranked, model, home, loads)
     homes[model.name] = chosen.number
     return chosen, rule
@@ -132,7 +134,9 @@ def _free_of_others(
         and loads.of(device) < load
         and admits(device, request)
     ]
-    ranked = sorted(free, key=lambda one: (one.missing(model) > 0, loads.of(one), one.number))
+    ranked = sorted(
+        free, key=lambda device: (device.missing(model) > 0, loads.of(device), device.number)
+    )
     return ranked[0] if ranked else None
 
 
@@ -144,7 +148,7 @@ def _rule_of(
         return Rule.KV_ROOM
     if len(ranked) == 1:
         return Rule.ONLY_DEVICE
-    first, second = (_rank(one, model, home, loads) for one in ranked[:2])
+    first, second = (_rank(device, model, home, loads) for device in ranked[:2])
     pairs = zip(_RANK_RULES, first, second, strict=True)
     return next(rule for rule, one, other in pairs if one != other)
 
@@ -160,7 +164,7 @@ def _has_work(model: Model, device: DeviceState) -> bool:
     if name in device.working or name in device.queued or name in device.waiting_for_kv:
         return True
     moving = device.moving
-    return bool(moving) and any(one.model is model for one in moving.values())
+    return bool(moving) and any(request.model is model for request in moving.values())
 
 
 def _is_mostly(model: Model, device: DeviceState, loads: Loads) -> bool:
@@ -171,14 +175,18 @@ def _is_mostly(model: Model, device: DeviceState, loads: Loads) -> bool:
     batch = device.working.get(model.name)
     if batch is None:  # all its requests may be migrating
         moving = device.moving.values()
-        return bool(moving) and not device.working and all(one.model is model for one in moving)
+        return (
+            bool(moving)
+            and not device.working
+            and all(request.model is model for request in moving)
+        )
     return load_of_batch(batch, device) >= 0.5 * loads.of(device)
 
 
 def _num_of(model: Model, device: DeviceState) -> int:
     batches = device.working.get(model.name), device.queued.get(model.name)
     num_here = sum(len(batch.requests) for batch in batches if batch is not None)
-    return num_here + sum(one.model is model for one in device.moving.values())
+    return num_here + sum(request.model is model for request in device.moving.values())
 
 
 def _rank(
@@ -259,11 +267,11 @@ def converted_in_s(request: Request, device: DeviceState) -> float:
     model = request.model
     batch = device.batches[model.name]
     velocity = convertible_velocity(batch, request.context_tokens)
-    others = [one for one in device.working.values() if one is not batch]
+    others = [other for other in device.working.values() if other is not batch]
     spare = 1.0 - sum(load_of_batch(other, device) for other in others)
     if velocity <= 0.0 or spare < _LEAST_SPARE or not has_prefill_room(request, device, velocity):
         return math.inf
-    tokens = request.prefill_tokens + sum(one.waiting_tokens for one in _batches(device))
+    tokens = request.prefill_tokens + sum(batch.waiting_tokens for batch in _batches(device))
     switch_s = 0.0 if model.name in device.working else device.switch_s(model)
     return switch_s + tokens / (velocity * spare)
 
@@ -277,7 +285,7 @@ def has_prefill_room(request: Request, device: DeviceState, velocity: float) -> 
     model = request.model
     room_bytes = device.up.capacity_bytes - model.weight_bytes
     kept_bytes = sum(batch.kv_need_bytes for batch in _batches(device))
-    kept_bytes += sum(one.kv_need_bytes for one in device.moving.values())
+    kept_bytes += sum(request.kv_need_bytes for request in device.moving.values())
     reserve = reserved_kv_bytes(velocity, model.targets.ttft_s, model.kv_bytes_per_token)
     waiting_bytes = sum(
         (batch.waiting_tokens + batch.cached_tokens) * batch.model.kv_bytes_per_token
@@ -315,7 +323,8 @@ def stage(
 def best_prefiller(request: Request, devices: Iterable[DeviceState]) -> tuple[float, DeviceState]:
     """Return the prefilling device with the earliest first token, devices with KV memory first."""
     ranked = [
-        (not admits(one, request), prefill_in_s(request, one), one.number, one) for one in devices
+        (not admits(device, request), prefill_in_s(request, device), device.number, device)
+        for device in devices
     ]
     _, in_s, _, device = min(ranked)
     return in_s, device

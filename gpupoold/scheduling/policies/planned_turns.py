@@ -419,8 +419,8 @@ def rank_planned_turns(
             put_off += gone
             if planned_turn in gone:
                 continue
-            kept = [one for one in kept if one not in gone]
-            at_s -= sum(one.duration_s for one in gone)
+            kept = [turn for turn in kept if turn not in gone]
+            at_s -= sum(turn.duration_s for turn in gone)
         kept.append(planned_turn)
         at_s += planned_turn.duration_s
     put_off.sort(
@@ -449,11 +449,11 @@ def _gone_for(
     itself.
     """
     gone: list[PlannedTurn] = []
-    for one in sorted(kept, key=attrgetter("density", "model")):
+    for turn in sorted(kept, key=attrgetter("density", "model")):
         if sum(other.duration_s for other in gone) >= late_s:
             break
-        gone.append(one)
-    freed_s = sum(one.duration_s for one in gone)
-    lost = sum(one.tokens_in_time for one in gone)
+        gone.append(turn)
+    freed_s = sum(turn.duration_s for turn in gone)
+    lost = sum(turn.tokens_in_time for turn in gone)
     # Compared per second, because time freed beyond the turn's duration is not lost.
     return gone if freed_s >= late_s and lost < planned_turn.density * freed_s else [planned_turn]

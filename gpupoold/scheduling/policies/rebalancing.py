@@ -97,11 +97,11 @@ class Rebalancer:
             for name, batch in source.working.items()
         }
         answers = [
-            (_tokens_left(one, state), one)
+            (_tokens_left(request, state), request)
             for name, batch in source.working.items()
             if targets[name]
-            for one in batch.requests.values()
-            if one.phase is RequestPhase.DECODING
+            for request in batch.requests.values()
+            if request.phase is RequestPhase.DECODING
         ]
         answers.sort(key=lambda answer: (-answer[0], answer[1].id))
         num_migrated = 0
@@ -157,7 +157,7 @@ class Rebalancer:
             for device in devices
             if loads.of(device) + more_load(request, device) <= limit and admits(device, request)
         ]
-        return min(fitting, key=lambda one: (loads.of(one), one.number), default=None)
+        return min(fitting, key=lambda device: (loads.of(device), device.number), default=None)
 
 
 def _tokens_left(request: Request, state: State) -> float:
@@ -222,7 +222,7 @@ def _devices(state: State, now_s: float, lead_share: float) -> list[HomeDevice]:
     for longer than a load takes. Models without arrivals have no work.
     """
     models, lasting = state.models, state.arrivals.lasting
-    rates = {name: one for name, one in lasting.rates_rps(now_s).items() if name in models}
+    rates = {name: rate for name, rate in lasting.rates_rps(now_s).items() if name in models}
     may_load = lasting.seen_s(now_s) >= _LEAST_SEEN_S
     devices = [device for device in state.devices.values() if not device.is_draining]
     by_kind = {
@@ -258,11 +258,11 @@ def expected_work(
     """
     targets = model.targets
     num_live = tokens = prefill_s = 0.0
-    for one, rate_rps in rates_rps.items():
-        num = rate_rps * one.num_output_tokens * targets.tbt_s
+    for kind, rate_rps in rates_rps.items():
+        num = rate_rps * kind.num_output_tokens * targets.tbt_s
         num_live += num
-        tokens += num * (one.num_prompt_tokens + one.num_output_tokens / 2)
-        prefill_s += rate_rps * speed.costs.prefill_s(one.num_prompt_tokens)
+        tokens += num * (kind.num_prompt_tokens + kind.num_output_tokens / 2)
+        prefill_s += rate_rps * speed.costs.prefill_s(kind.num_prompt_tokens)
     busy_share = -math.expm1(-num_live)
     num_if_busy = max(1.0, num_live / busy_share) if busy_share else 1.0
     context_tokens = tokens / num_live * num_if_busy if num_live else 0.0

@@ -80,7 +80,12 @@ def choose_groups(question: GroupQuestion, on_progress: OnProgress | None = None
         )
     runner = Runner(on_progress)
     tried = [_simulated(question, groups, runner) for groups in feasible]
-    tried.sort(key=lambda one: (-one.growth, -(one.attained.worst if one.attained else 0)))
+    tried.sort(
+        key=lambda grouping: (
+            -grouping.growth,
+            -(grouping.attained.worst if grouping.attained else 0),
+        )
+    )
     best = {
         name: max(by_degree, key=lambda degree: by_degree[degree])
         for name, by_degree in rates.items()

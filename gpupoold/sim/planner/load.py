@@ -167,11 +167,11 @@ def history_load(
         UsageError: no request is left.
     """
     known = set(models)
-    ordered = sorted(records, key=lambda one: one.arrived_at)
+    ordered = sorted(records, key=lambda record: record.arrived_at)
     usable = [
-        one
-        for one in ordered
-        if one.model in known and min(one.num_prompt_tokens, one.num_output_tokens) > 0
+        record
+        for record in ordered
+        if record.model in known and min(record.num_prompt_tokens, record.num_output_tokens) > 0
     ]
     if not usable:
         raise UsageError(
@@ -181,9 +181,13 @@ def history_load(
     first_s = usable[0].arrived_at
     requests = in_arrival_order(
         SimRequest(
-            "", one.model, one.arrived_at - first_s, one.num_prompt_tokens, one.num_output_tokens
+            "",
+            record.model,
+            record.arrived_at - first_s,
+            record.num_prompt_tokens,
+            record.num_output_tokens,
         )
-        for one in usable
+        for record in usable
     )
     return recorded_load(requests, "recorded by the daemon", duration_s), len(ordered) - len(usable)
 
@@ -240,9 +244,9 @@ def admit(
         replace(request, output_tokens=1) if request.model in poolers else request
         for request in requests
     )
-    kept = tuple(one for one in asked if one.prompt_tokens < limits[one.model])
-    served = tuple(_cut(one, limits[one.model]) for one in kept)
-    num_cut = sum(one is not other for one, other in zip(kept, served, strict=True))
+    kept = tuple(request for request in asked if request.prompt_tokens < limits[request.model])
+    served = tuple(_cut(request, limits[request.model]) for request in kept)
+    num_cut = sum(request is not other for request, other in zip(kept, served, strict=True))
     return Admitted(served, len(asked) - len(kept), num_cut)
 
 

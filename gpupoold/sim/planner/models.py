@@ -222,14 +222,14 @@ def measured_on(model: PlannedModel, box: Box, degree: int) -> LatencyModel | No
     Raises:
         LatencyError: a stored profile has an unknown form.
     """
-    fitting = [one for one in model.measured if _is_same_device(one, box, degree)]
-    found = [latency for one in fitting if (latency := one.model()) is not None]
+    fitting = [latency for latency in model.measured if _is_same_device(latency, box, degree)]
+    found = [latency for stored in fitting if (latency := stored.model()) is not None]
     return found[-1] if found else None
 
 
 def measured_degrees(model: PlannedModel, box: Box) -> list[int]:
     """Return the sizes of groups of the GPUs of ``box`` on which a daemon measured the model."""
-    degrees = sorted({parse_group_name(one.device)[0] for one in model.measured})
+    degrees = sorted({parse_group_name(latency.device)[0] for latency in model.measured})
     return [degree for degree in degrees if measured_on(model, box, degree) is not None]
 
 

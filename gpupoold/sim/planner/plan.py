@@ -425,7 +425,7 @@ def _faster_gpu(setup: Setup, models_on: ModelsOn | None) -> Iterator[tuple[Plan
         if gpu.memory_bandwidth_bytes_per_s > now.memory_bandwidth_bytes_per_s
         and gpu.memory_bytes >= 0.98 * now.memory_bytes
     ]
-    for gpu in sorted(better, key=lambda one: one.memory_bandwidth_bytes_per_s)[:1]:
+    for gpu in sorted(better, key=lambda gpu: gpu.memory_bandwidth_bytes_per_s)[:1]:
         box = replace(setup.box, gpu=gpu.name)
         try:
             models = models_on(box)

@@ -363,7 +363,9 @@ def try_fixed_roles(runner: Runner, setup: Setup, chosen: Attained) -> FixedRole
         return runner.attained(quick, f"fixed roles {text(count)}")
 
     results = {0: attained(0)} | search_splits(num_devices, attained)
-    tried = tuple(RolesTried(count, text(count), one) for count, one in sorted(results.items()))
+    tried = tuple(
+        RolesTried(count, text(count), attained) for count, attained in sorted(results.items())
+    )
     best = best_count(results)
     if results[best].by_run[0] <= chosen.by_run[0]:
         return FixedRoles(chosen, tried)

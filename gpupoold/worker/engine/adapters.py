@@ -137,12 +137,12 @@ class EngineAdapters:
     def add_all(self, adapters: Iterable[Adapter]) -> dict[str, str]:
         """Add the adapters of a new engine; return the reasons for those left out, by name."""
         problems: dict[str, str] = {}
-        for one in adapters:
+        for listed in adapters:
             try:
-                if (adapter := self.read(one.number, one.name, one.path)) is not None:
+                if (adapter := self.read(listed.number, listed.name, listed.path)) is not None:
                     self.add(adapter)
             except Refused as error:
-                problems[one.name] = error.message
+                problems[listed.name] = error.message
         return problems
 
     def remove(self, number: int) -> None:
@@ -217,7 +217,7 @@ class EngineAdapters:
 def forget_slots(address: int, num_bytes: int) -> None:
     """Drop the entries of slots in a range of addresses from vLLM's tables."""
     for table in _TABLES:
-        for key in [one for one in table if any(0 <= at - address < num_bytes for at in one)]:
+        for key in [key for key in table if any(0 <= at - address < num_bytes for at in key)]:
             del table[key]
 
 

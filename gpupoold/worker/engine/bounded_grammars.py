@@ -215,7 +215,7 @@ def put_off(grammars: Mapping[str, BoundedGrammar], turn: int) -> set[str]:
     Grammars that took long take turns, those first whose last one is the longest ago. ``turn`` is a
     number larger than before.
     """
-    found = {name: one.begin_step() for name, one in grammars.items()}
+    found = {name: grammar.begin_step() for name, grammar in grammars.items()}
     waiting = [name for name, expected_s in found.items() if expected_s > _SHORT_S]
     left_s, out = MAX_CALL_S, set[str]()
     for name in sorted(waiting, key=lambda name: grammars[name].last_turn):

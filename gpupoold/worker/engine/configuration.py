@@ -244,7 +244,7 @@ def _cuda_defaults(given: Mapping[str, Any], page_bytes: int) -> dict[str, Any]:
     size = min(num_sequences, _MAX_CAPTURED_TOKENS)
     if is_large:
         return {"max_num_seqs": num_sequences, "max_cudagraph_capture_size": size}
-    sizes = [*(1 << one for one in range(size.bit_length()) if 1 << one < size), size]
+    sizes = [*(1 << bit for bit in range(size.bit_length()) if 1 << bit < size), size]
     return {"max_num_seqs": num_sequences, "cudagraph_capture_sizes": sizes}
 
 

@@ -64,10 +64,10 @@ class GrammarCaches:
             self._caches.move_to_end(cache)
             sizes = [(cache, cache.num_bytes) for cache in self._caches]
             total = sum(num_bytes for _, num_bytes in sizes)
-            for one, num_bytes in sizes:
+            for backend, num_bytes in sizes:
                 if total <= self._limit_bytes:
                     return
-                one.renew()
+                backend.renew()
                 total -= num_bytes
 
     def forget(self, cache: _Backend) -> None:
@@ -267,7 +267,7 @@ class EngineGrammars(StructuredOutputManager):
         """Return the masks of a step; requests over a bound are not constrained, and end."""
         if not ids:
             return None
-        asking = [requests[one] for one in ids]
+        asking = [requests[request_id] for request_id in ids]
 
         def go_on() -> None:
             self._make_masks()  # the abandoned thread may still write to the old ones
@@ -322,7 +322,7 @@ class EngineGrammars(StructuredOutputManager):
 
     def _refuse_equal(self, requests: Iterable[Request]) -> None:
         """Refuse the grammars that are equal to one with a call over the bound."""
-        grammars = [one for one in map(_grammar_of, requests) if one is not None]
+        grammars = [grammar for grammar in map(_grammar_of, requests) if grammar is not None]
         slow = {grammar.owner: grammar.refusal for grammar in grammars if grammar.is_slow_call}
         for grammar in grammars:
             grammar.refusal = grammar.refusal or slow.get(grammar.owner, "")
@@ -337,16 +337,16 @@ class EngineGrammars(StructuredOutputManager):
         if not self._by_backend:
             super().clear_backend()
             return
-        for one in self._by_backend.values():
-            one.executor.shutdown(wait=False, cancel_futures=True)
+        for backend in self._by_backend.values():
+            backend.executor.shutdown(wait=False, cancel_futures=True)
         threading.Thread(target=self._end, name="grammars-end", daemon=True).start()
 
     def _end(self) -> None:
-        for one in self._by_backend.values():
-            one.executor.shutdown()
-            _caches.forget(one)  # threads of other engines read the size of each cache
-            if one.backend is not None:
-                one.backend.destroy()
+        for backend in self._by_backend.values():
+            backend.executor.shutdown()
+            _caches.forget(backend)  # threads of other engines read the size of each cache
+            if backend.backend is not None:
+                backend.backend.destroy()
         self._by_backend.clear()
         super().clear_backend()
 

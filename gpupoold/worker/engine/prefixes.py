@@ -173,7 +173,7 @@ class StoredPrefixes:
             return fetch
         # Fetches end in the order of their beginning.
         wanted = set(missing)
-        return next((one for one in reversed(self._fetches) if one.keys & wanted), None)
+        return next((fetch for fetch in reversed(self._fetches) if fetch.keys & wanted), None)
 
     def _attach_stored(self, request: Request, *, may_unmap: bool) -> None:
         """Give a request the blocks that the store has; ``may_unmap`` those of ended requests."""
@@ -198,7 +198,7 @@ class StoredPrefixes:
         for index, request in enumerate(postponed):
             self._attach_stored(request, may_unmap=True)
             if self._postponed:
-                self._postponed = {one.request_id: one for one in postponed[index:]}
+                self._postponed = {request.request_id: request for request in postponed[index:]}
                 return
 
     def may_start(self, request: Request) -> bool:
@@ -278,8 +278,8 @@ class StoredPrefixes:
     def drop_ended(self) -> None:
         """Let the blocks of ended requests go without copies."""
         ended, self._ended = self._ended, []
-        for one in ended:
-            self.ledger.give(one.blocks[::-1])
+        for fetch in ended:
+            self.ledger.give(fetch.blocks[::-1])
 
     def close(self) -> None:
         """Free the copies that are of no use without the engine; may be repeated."""
@@ -320,10 +320,10 @@ class StoredPrefixes:
         return not num_held or num_held + num_blocks <= _MAX_SHARE * self.kv.geometry.num_blocks
 
     def _settle_fetches(self) -> None:
-        for fetch in [one for one in self._fetches if one.has_ended]:
+        for fetch in [fetch for fetch in self._fetches if fetch.has_ended]:
             self._fetches.remove(fetch)
             self.fetched_bytes.update(fetch.finish())
-        ready = [one for one in self._waiting.values() if one.fetch.has_ended]
+        ready = [waiting for waiting in self._waiting.values() if waiting.fetch.has_ended]
         for waiting in ready:
             del self._waiting[waiting.request.request_id]
             self._attach_stored(waiting.request, may_unmap=False)

@@ -160,7 +160,9 @@ class PooledScheduler(Scheduler):
 
         If ``may_isolate`` is false, other requests, if any, run first for up to a second.
         """
-        for request_id in [one for one in self.isolated if one not in self.requests]:
+        for request_id in [
+            request_id for request_id in self.isolated if request_id not in self.requests
+        ]:
             del self.isolated[request_id]
         was_isolated, self._on_trial = self._on_trial is not None, None
         if not self.isolated:
@@ -287,9 +289,9 @@ class PooledScheduler(Scheduler):
     def _wants_prompt_logprobs(self) -> bool:
         known = map(self.requests.get, self._with_logprobs)
         self._with_logprobs = {
-            one.request_id
-            for one in known
-            if one is not None and one.num_computed_tokens < one.num_prompt_tokens
+            request.request_id
+            for request in known
+            if request is not None and request.num_computed_tokens < request.num_prompt_tokens
         }
         return bool(self._with_logprobs)
 
@@ -299,13 +301,13 @@ class PooledScheduler(Scheduler):
         if self._is_restricted:
             out = {request.request_id for request in everybody if not self._may_run(request)}
         if self.grammars is not None:
-            may_run = (one for one in everybody if one.request_id not in out)
+            may_run = (request for request in everybody if request.request_id not in out)
             out |= self.grammars.put_off(may_run)
         if self.lora_config is not None:
             out |= self._without_slot(out, self.lora_config.max_loras)
         if not out:
             return super().schedule(*args, **kwargs)
-        self.running = [one for one in everybody if one.request_id not in out]
+        self.running = [request for request in everybody if request.request_id not in out]
         self.max_num_running_reqs -= len(out)
         self.max_num_active_reqs -= len(out)
         try:
@@ -314,14 +316,21 @@ class PooledScheduler(Scheduler):
             self.max_num_running_reqs, self.max_num_active_reqs = limits
             # Old requests in their order, then new requests: vLLM preempts from the end.
             ran = {request.request_id: request for request in self.running}
-            old = [one for one in everybody if one.request_id in out or one.request_id in ran]
-            new = ran.keys() - {one.request_id for one in everybody}
-            self.running = [*old, *(one for one in self.running if one.request_id in new)]
+            old = [
+                request
+                for request in everybody
+                if request.request_id in out or request.request_id in ran
+            ]
+            new = ran.keys() - {request.request_id for request in everybody}
+            self.running = [
+                *old,
+                *(request for request in self.running if request.request_id in new),
+            ]
 
     def can_schedule(self) -> bool:
         """Return whether a request could run now."""
         with_kv = chain(self.running, self.kv_holding_waiting)
-        if any(self._is_on_device(one) for one in with_kv):
+        if any(self._is_on_device(request) for request in with_kv):
             return True
         if self.prefixes is None or not self.prefixes.holds_requests:
             return bool(self.waiting)

@@ -146,7 +146,7 @@ class EngineSteps:
         """Take requests out of a step's outputs whose last tokens no grammar has constrained."""
         self._refused |= refused
         ending = self._ending | refused.keys()
-        self._ending = {one for one in ending if one in self._scheduler.requests}
+        self._ending = {key for key in ending if key in self._scheduler.requests}
         return {
             number: msgspec.structs.replace(
                 made, outputs=[output for output in made.outputs if output.request_id not in ending]
@@ -195,8 +195,8 @@ def _halves(by_frontend: dict[int, EngineCoreOutputs]) -> tuple[dict[int, Engine
     halves = []
     for half in (pairs[:middle], pairs[middle:]):
         outputs: dict[int, list[EngineCoreOutput]] = {}
-        for number, one in half:
-            outputs.setdefault(number, []).append(one)
+        for number, output in half:
+            outputs.setdefault(number, []).append(output)
         halves.append(
             {
                 number: msgspec.structs.replace(by_frontend[number], outputs=part)

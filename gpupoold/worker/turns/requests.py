@@ -208,12 +208,12 @@ class KvMigrations:
     @property
     def wake_fds(self) -> list[int]:
         """Descriptors that become readable when ``arrived`` has new requests."""
-        return [one.arrival.fd for one in self._coming.values()]
+        return [coming.arrival.fd for coming in self._coming.values()]
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of host memory in KV transfers that other workers may read."""
-        return sum(one.slot.num_bytes for one in (*self._sent.values(), *self._doomed))
+        return sum(sent.slot.num_bytes for sent in (*self._sent.values(), *self._doomed))
 
     def migrate_out(self, engine: ModelEngine, residency: Residency, request_id: str) -> None:
         """End a request here, start to copy its KV for another device, and send ``Migrated``."""
@@ -247,7 +247,7 @@ class KvMigrations:
             self._settle()
 
     def _settle(self) -> None:
-        for sent in [one for one in self._doomed if one.transfer.has_ended]:
+        for sent in [sent for sent in self._doomed if sent.transfer.has_ended]:
             self._doomed.remove(sent)
             sent.close()
 
@@ -295,7 +295,7 @@ class KvMigrations:
             self._settle()
         if not self._coming:
             return []
-        signalled = [one for one in self._coming.values() if one.arrival.is_signalled()]
+        signalled = [coming for coming in self._coming.values() if coming.arrival.is_signalled()]
         for coming in signalled:
             del self._coming[coming.message.request_id]
             if coming.slot is not None and not coming.arrival.has_arrived():

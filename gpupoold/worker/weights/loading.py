@@ -189,9 +189,13 @@ class ModelLoad:
 
     def _place(self, model: torch.nn.Module) -> None:
         """Make the parameters of a model without weights views of the snapshot."""
-        empty = {_address(one) for one in model.parameters() if one.device.type == "cpu"}
+        empty = {
+            _address(parameter)
+            for parameter in model.parameters()
+            if parameter.device.type == "cpu"
+        }
         on_host = sharing(model, empty)
-        num_bytes = sum(one.nbytes for one in model.parameters())
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         # A model that is too large is refused when the files agree with its configuration.
         is_large = num_bytes >= self.device.num_pages * self.device.page_bytes
         if is_large or not is_plain(model):
@@ -208,7 +212,7 @@ class ModelLoad:
         elif self._snapshot.num_bytes < layout.num_bytes:
             raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
         first = self._snapshot.address
-        sources = {one.data_ptr(): one for one in made}
+        sources = {storage.data_ptr(): storage for storage in made}
 
         def place(storage: torch.UntypedStorage) -> torch.Tensor:
             address = first + layout.offsets[storage.data_ptr()]
@@ -263,7 +267,7 @@ class ModelLoad:
         in_place = sharing(model, self._in_place)
         replace_storages(in_place, self._as_on_device)
         layout = plan_layout(model)
-        if all(layout.offsets.get(one) == one - first for one in self._in_place):
+        if all(layout.offsets.get(address) == address - first for address in self._in_place):
             return layout
         if self.skips_checkpoint:
             raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
@@ -558,8 +562,8 @@ class _SnapshotLoader(BaseModelLoader):
         folder = Path(model_config.model)
         if type(model).__module__.startswith(_BACKEND):
             loads: Any = model  # as every model of vLLM does
-            late = [one for one in _stored(folder) if one.name.endswith(_LATE)]
-            loads.load_weights((one.name, torch.zeros(one.shape)) for one in late)
+            late = [entry for entry in _stored(folder) if entry.name.endswith(_LATE)]
+            loads.load_weights((entry.name, torch.zeros(entry.shape)) for entry in late)
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():
                 if name.rpartition(".")[2] not in _KV_SCALES:

@@ -56,7 +56,7 @@ def is_plain(model: nn.Module) -> bool:
     """Return whether vLLM leaves all weights as they are in the checkpoint."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     has_own_step = hasattr(model, "process_weights_after_loading")
-    return not has_own_step and all(one is None or type(one) in _PLAIN for one in methods)
+    return not has_own_step and all(method is None or type(method) in _PLAIN for method in methods)
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def read_ahead(
             _, tensor = item
             end = tensor.data_ptr() + (tensor.nbytes if tensor.device.type == "cpu" else 0)
             pieces = range(tensor.data_ptr(), end, _READ_BYTES)
-            waiting.append((item, [threads.submit(_populate, one, end) for one in pieces]))
+            waiting.append((item, [threads.submit(_populate, piece, end) for piece in pieces]))
             num_ahead += tensor.nbytes
             while num_ahead > num_bytes:
                 item, reads = waiting.popleft()

@@ -282,7 +282,7 @@ def on_weight_device(
     Without parameters, all tensors are taken for weights.
     """
     device = _weight_device(model)
-    return [(name, one) for name, one in named if device is None or one.device == device]
+    return [(name, tensor) for name, tensor in named if device is None or tensor.device == device]
 
 
 def loose_digest(model: nn.Module) -> str:
@@ -295,7 +295,9 @@ def loose_digest(model: nn.Module) -> str:
     device = _weight_device(model)
     digest = hashlib.sha256()
     buffers = model.named_buffers(remove_duplicate=True)
-    elsewhere = [(base_name(n), one) for n, one in buffers if device and one.device != device]
+    elsewhere = [
+        (base_name(n), tensor) for n, tensor in buffers if device and tensor.device != device
+    ]
     for name, leaf in chain(_leaves_of(model), elsewhere):
         if isinstance(leaf, float):
             digest.update(f"{name}={leaf.hex()}\n".encode())

@@ -47,9 +47,14 @@ class ForgetPrefixes(Message):
 
 
 class UnloadModel(Message):
-    """Remove a model, whose requests have ended before."""
+    """Remove a model, whose requests have ended before.
+
+    With ``keeps_engine`` the engine stays for some seconds: the next load takes it over if its
+    model is of the same family, and closes it otherwise.
+    """
 
     name: str
+    keeps_engine: bool = False
 
 
 class DropSnapshot(Message):
@@ -232,7 +237,7 @@ class ModelLoaded(Message):
     the self-check, empty if the model generates no text. ``snapshot_problem`` is the reason why the
     snapshot in the order was not used. ``dropped`` are the requests of a replaced engine, which the
     daemon sends again. ``memory`` is the engine's memory outside the pages, ``stages`` the time of
-    the load.
+    the load. ``engine_of`` is the former model of the engine that a kept engine has become.
     """
 
     model: LoadedModel
@@ -244,6 +249,7 @@ class ModelLoaded(Message):
     dropped: list[str] = []
     memory: EngineMemory = EngineMemory()
     stages: LoadStages = msgspec.field(default_factory=LoadStages)
+    engine_of: str = ""
 
 
 class ModelFailed(Message):
@@ -258,11 +264,13 @@ class ModelFailed(Message):
 class ModelUnloaded(Message):
     """The model's pages, address ranges and engine are freed.
 
-    ``freed`` is the memory of the engine outside the pages that the process has given back.
+    ``freed`` is the memory of the engine outside the pages that the process has given back, and
+    that of an engine which is kept.
     """
 
     name: str
     freed: EngineMemory = EngineMemory()
+    is_engine_kept: bool = False
 
 
 class SnapshotDropped(Message):

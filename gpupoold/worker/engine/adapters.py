@@ -72,7 +72,7 @@ class EngineAdapters:
         weights: WeightMemory | None,
         ranks: RankAdapters | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._weights = weights
         self._ranks = ranks
         self._requests: dict[int, LoRARequest] = {}
@@ -92,12 +92,12 @@ class EngineAdapters:
             Refused: the engine does not support adapters, or cannot use this adapter.
         """
         if self._manager is None:
-            raise Refused(f"the engine of {self._model} was built without adapters")
+            raise Refused(f"the engine of {self.model} was built without adapters")
         if number in self._requests:
             return None
         if len(self._requests) >= self._manager.lora_config.max_cpu_loras:
             raise Refused(
-                f"the engine of {self._model} keeps at most {len(self._requests)} adapters",
+                f"the engine of {self.model} keeps at most {len(self._requests)} adapters",
                 "remove an adapter, or raise max-cpu-loras",
             )
         # The number is in the keys of cached KV: an adapter never finds KV of an earlier adapter
@@ -121,7 +121,7 @@ class EngineAdapters:
         """
         number = adapter.request.lora_int_id
         if self._manager is None:
-            raise Refused(f"the engine of {self._model} was closed")
+            raise Refused(f"the engine of {self.model} was closed")
         if number in self._requests:
             return
         try:
@@ -162,7 +162,7 @@ class EngineAdapters:
             return
         known = self._requests.get(request.lora_request.lora_int_id)
         if known is None:
-            raise Refused(f"{self._model} no longer has the adapter of the request")
+            raise Refused(f"{self.model} no longer has the adapter of the request")
         request.lora_request = known
 
     def _check_fits(self, loaded: LoRAModel) -> None:

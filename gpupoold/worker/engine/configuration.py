@@ -213,7 +213,7 @@ def parallel_arguments(num_ranks: int) -> dict[str, Any]:
     """Return the arguments of vLLM's engines on a group, none for a single GPU."""
     if num_ranks == 1:
         return {}
-    executor = "gpupoold.worker.engine.engine.RankExecutor"
+    executor = "gpupoold.worker.engine.vllm_process.RankExecutor"
     return {"tensor_parallel_size": num_ranks, "distributed_executor_backend": executor}
 
 

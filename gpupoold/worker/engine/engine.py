@@ -8,52 +8,56 @@ the scheduler's queues (read only).
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from vllm import PoolingParams, SamplingParams
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreRequest, core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.device import Device
-from gpupoold.memory.group.link import OrderBook
-from gpupoold.memory.host import KvHostCache, Slot
+from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvGeometry, KvRow
 from gpupoold.memory.prefix_tiers import PrefixTiers
 from gpupoold.memory.weights import WeightMemory
-from gpupoold.wire.messages import KvTransfer, LoadedModel, ModelToLoad, RequestProgress
+from gpupoold.wire.messages import (
+    EngineMemory,
+    KvTransfer,
+    LoadedModel,
+    ModelToLoad,
+    RequestProgress,
+)
 from gpupoold.worker.engine.adapters import EngineAdapters, RankAdapters
 from gpupoold.worker.engine.block_demand import BlockPoolLedger, ComputedKv
 from gpupoold.worker.engine.configuration import engine_config, refusal
-from gpupoold.worker.engine.grammars import use_engine_grammars
+from gpupoold.worker.engine.grammars import EngineGrammars, use_grammars
 from gpupoold.worker.engine.prefixes import StoredPrefixes, shared_owner
 from gpupoold.worker.engine.scheduler import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
 from gpupoold.worker.engine.vllm_process import (
     PooledMemory,
-    distributed_init_method,
+    RankExecutor,
     drop_runner,
-    seed_sampling,
+    family_hash,
+    has_own_code,
     start_load,
 )
 from gpupoold.worker.process import engine_arguments
 from gpupoold.worker.threads import HEAP
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.loading import SNAPSHOT_FORMAT, ModelLoad, current_load
+from gpupoold.worker.weights.loading import SNAPSHOT_FORMAT, ModelLoad
 from gpupoold.worker.weights.rank_loads import LeaderLoad
 
-_SEED_BITS = 62
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
 
 
@@ -82,6 +86,10 @@ class ModelEngine:
         self.name = name
         self.info = info
         self.weights: WeightMemory = load.weights
+        self.family = load.family
+        """What the engine's next model must have in common with its model; empty for none."""
+        self.memory = EngineMemory()
+        """The memory outside the pages, as measured around the engine's first load."""
         self.layout_digest = load.layout.digest
         self.layers, self.layer_ends = load.layout.layers, load.layout.layer_ends
         self.kv = kv
@@ -91,24 +99,76 @@ class ModelEngine:
         self._scheduler.kv = kv
         self._scheduler.name = info.name
         self.prefixes: StoredPrefixes | None = None
-        if prefixes is not None and _block_pool(core).enable_caching and info.generates:
-            managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
-            self.prefixes = StoredPrefixes(
-                managers,
-                _block_pool(core),
-                self._ledger,
-                kv,
-                prefixes,
-                lambda: bool(self._scheduler.lacks_blocks(self._ledger.num_free)),
-                shared_owner(info.name, kv_identity, managers, kv.geometry.rows),
-            )
-            self._scheduler.prefixes = self.prefixes
+        self._keep_prefixes(prefixes, kv_identity)
         self.steps = EngineSteps(core, info.name)
         ranks = None
         if isinstance(load, LeaderLoad):
             ranks = RankAdapters(load.engine, load.group)
         self.adapters = EngineAdapters(info.name, _runner(core), self.weights, ranks)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
+
+    def _keep_prefixes(self, prefixes: PrefixTiers | None, kv_identity: str) -> None:
+        pool = _block_pool(self._core)
+        if prefixes is None or not pool.enable_caching or not self.info.generates:
+            return
+        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        self.prefixes = self._scheduler.prefixes = StoredPrefixes(
+            managers,
+            pool,
+            self._ledger,
+            self.kv,
+            prefixes,
+            lambda: bool(self._scheduler.lacks_blocks(self._ledger.num_free)),
+            shared_owner(self.info.name, kv_identity, managers, self.kv.geometry.rows),
+        )
+
+    def vacate(self) -> None:
+        """Free the pages, and drop the caches, of a model without requests; keep the engine.
+
+        Another model of the family may then be bound to the engine.
+        """
+        assert self.family
+        self.drop_encoder_outputs()
+        if self.prefixes is not None:
+            self.prefixes.drop_ended()
+            self.prefixes.drop()
+            self.prefixes.close()
+            self.prefixes = self._scheduler.prefixes = None
+        self.preempt()
+        self.kv.discard_dead()
+        self.kv.unmap(self.kv.index.idle())
+        self.weights.evict()
+        self.weights.start_bytes = self.weights.num_bytes
+        self.worker.gates = None
+
+    def bind(
+        self,
+        model: str,
+        name: str,
+        snapshot: HostBuffer,
+        grammars: EngineGrammars,
+        prefixes: PrefixTiers | None,
+        kv_identity: str,
+    ) -> HostBuffer:
+        """Serve another model of the family after :meth:`vacate`, called ``name`` here.
+
+        ``snapshot`` is pinned. Returns the former model's, which the caller unpins and closes.
+        """
+        former = self.weights.detach_snapshot()
+        self.weights.attach_snapshot(snapshot)
+        self.name = name
+        self.info = msgspec.structs.replace(self.info, name=model)
+        self._scheduler.name = self.steps.name = self.adapters.model = model
+        self._core.structured_output_manager.clear_backend()
+        use_grammars(self._core, grammars)
+        self._keep_prefixes(prefixes, kv_identity)
+        return former
+
+    def grammars_for(self, config: VllmConfig, model: str) -> EngineGrammars:
+        """Return a manager of grammars with the tokenizer of another model of the family."""
+        own = copy.copy(self._core.vllm_config)
+        own.model_config = config.model_config
+        return EngineGrammars(own, model)
 
     def add(
         self,
@@ -405,81 +465,6 @@ class ModelEngine:
         self.weights.close()
 
 
-class RankExecutor(UniProcExecutor):
-    """vLLM's executor of a group's leader: the own worker here, the followers' by messages.
-
-    During a load a call waits for the answers of all ranks. Later the followers carry out calls in
-    the order of the leader's other orders, and only the leader's result counts.
-    """
-
-    def _init_executor(self) -> None:
-        load = current_load()
-        assert isinstance(load, LeaderLoad), "a group loads with LeaderLoad"
-        self._load = load
-        self._engine = load.engine
-        self._orders: OrderBook = load.links.orders
-        self._seed: int | None = None  # of the sampling that was ordered with its step
-        load.links.send("build", self._engine, self.vllm_config)
-        super()._init_executor()
-        load.links.receive()
-
-    def _distributed_args(self) -> tuple[str, int, int]:
-        return distributed_init_method(), 0, 0
-
-    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
-        super().initialize_from_config(kv_cache_configs)
-        self._load.share_kv()
-
-    def overwrite(self, span: range) -> None:
-        """Order the followers to overwrite bytes of their weights, as ``tensors.spoil`` does."""
-        self._orders.send("overwrite", self._engine, span)
-
-    def close_engine(self) -> None:
-        """Order the followers to free their shards."""
-        self._orders.send("close_engine", self._engine)
-
-    def collective_rpc(  # type: ignore[override]
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        non_block: bool = False,
-        single_value: bool = False,
-    ) -> Any:
-        """Call a method of the workers; return the leader's result, in a load all results."""
-        assert isinstance(method, str), "followers are called by name"
-        call = (self._engine, method, args, kwargs or {})
-        if not self._load.is_under_way:
-            if method == "execute_model":
-                self._order_step(args[0])
-            elif method == "sample_tokens":
-                self._order_sampling(args[0])
-            else:
-                self._orders.send("on_shard", self._engine, "call", *call[1:])
-            return super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
-        self._load.links.send("call", *call)
-        [own] = super().collective_rpc(method, timeout, args, kwargs)
-        others = self._load.links.receive()
-        return own if single_value else [own, *others]
-
-    def _order_step(self, output: SchedulerOutput) -> None:
-        """Order a step; with its sampling, unless this has to wait for the bits of grammars."""
-        has_grammars = output.has_structured_output_requests
-        self._seed = None if has_grammars else random.getrandbits(_SEED_BITS)
-        self._orders.send("step", self._engine, output, self._seed)
-
-    def _order_sampling(self, grammars: GrammarOutput | None) -> None:
-        """Order the sampling of a step, unless ordered with the step; seed this rank's."""
-        if self._seed is None:
-            seed = random.getrandbits(_SEED_BITS)
-            self._orders.send("sample", self._engine, grammars, seed)
-        else:
-            assert grammars is None, "a step without grammars has bits of grammars"
-            seed, self._seed = self._seed, None
-        seed_sampling(seed)
-
-
 def load_engine(
     model: ModelToLoad,
     load: ModelLoad,
@@ -500,7 +485,9 @@ def load_engine(
     start_load(skips_checkpoint=load.skips_checkpoint)
     with load.active():
         try:
-            core = _build_core(model, load)
+            config = config_of(model, load.device, skips_checkpoint=load.skips_checkpoint)
+            load.family = family_of(model, config, load.device)
+            core = _build_core(model, config)
             if load.kv_address_range is None:  # a model without KV has the null block only
                 load.make_kv(page_bytes)
             geometry = _geometry(core, page_bytes)
@@ -517,14 +504,35 @@ def load_engine(
             raise refusal(model.name, error) from error
 
 
-def _build_core(model: ModelToLoad, load: ModelLoad) -> EngineCore:
-    config = engine_config(
+def config_of(model: ModelToLoad, device: Device, *, skips_checkpoint: bool = False) -> VllmConfig:
+    """Return the configuration of a model's engine on a device.
+
+    Raises:
+        Exception: any error of vLLM about the model.
+    """
+    return engine_config(
         model,
-        is_emulated=load.device.is_host_addressable,
-        load_format=SNAPSHOT_FORMAT if load.skips_checkpoint else None,
-        num_ranks=load.device.num_ranks,
-        page_bytes=load.device.num_pages * load.device.page_bytes,
+        is_emulated=device.is_host_addressable,
+        load_format=SNAPSHOT_FORMAT if skips_checkpoint else None,
+        num_ranks=device.num_ranks,
+        page_bytes=device.num_pages * device.page_bytes,
     )
+
+
+def family_of(model: ModelToLoad, config: VllmConfig, device: Device) -> str:
+    """Return what two models must have in common, beside the layout, to use one engine in turn.
+
+    Empty for models that never share: on groups, with slots of adapters, with a drafter, and with
+    code of their own. To be called before the engine is built, which changes ``config``.
+    """
+    has_more = config.lora_config is not None or config.speculative_config is not None
+    if device.num_ranks > 1 or has_more or has_own_code(config.model_config):
+        return ""
+    options = [model.max_model_len, model.dtype, model.max_images, model.engine]
+    return f"{family_hash(config)} {msgspec.json.encode(options, order='sorted').decode()}"
+
+
+def _build_core(model: ModelToLoad, config: VllmConfig) -> EngineCore:
     scheduling = config.scheduler_config
     if engine_arguments().get("async_scheduling"):
         scheduling.async_scheduling = True  # vLLM ignores the argument on a CPU, but it works
@@ -533,7 +541,7 @@ def _build_core(model: ModelToLoad, load: ModelLoad) -> EngineCore:
     # vLLM's engine collects all garbage at the end of its start, while other engines wait.
     engine_core.freeze_gc_heap = HEAP.freeze
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    use_engine_grammars(core, model.name)
+    use_grammars(core, EngineGrammars(config, model.name))
     return core
 
 

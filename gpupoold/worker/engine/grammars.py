@@ -370,8 +370,7 @@ def _grammar_of(request: Request) -> BoundedGrammar | None:
     return grammar if isinstance(grammar, BoundedGrammar) else None
 
 
-def use_engine_grammars(core: Any, model: str) -> None:
+def use_grammars(core: Any, grammars: EngineGrammars) -> None:
     """Replace the manager of an ``EngineCore``, which has no option for a manager."""
-    grammars = EngineGrammars(core.vllm_config, model)
     core.structured_output_manager = core.scheduler.structured_output_manager = grammars
     core.scheduler.grammars = grammars

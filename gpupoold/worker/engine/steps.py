@@ -53,7 +53,7 @@ class EngineSteps:
     """
 
     def __init__(self, core: EngineCore, name: str = "") -> None:
-        self._name = name
+        self.name = name
         self._core: Any = core
         self._scheduler: Any = core.scheduler
         self._workspace = workspace._manager
@@ -125,7 +125,7 @@ class EngineSteps:
         # but CUDA graphs keep addresses in the workspace of their capture.
         workspace._manager = self._workspace
         num_updates = self._scheduler.num_updates
-        WORKER.begin_scheduling(self._name)
+        WORKER.begin_scheduling(self.name)
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
         refused = self._core.structured_output_manager.take_refused()

@@ -10,6 +10,7 @@ import copy
 import functools
 import importlib
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,23 +25,29 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams, SamplingType
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample import sampler
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from gpupoold.memory.group.link import OrderBook
 from gpupoold.worker.engine.configuration import parallel_arguments
 from gpupoold.worker.engine.layer_gates import LayerGates
 from gpupoold.worker.process import set_group_environment
 from gpupoold.worker.threads import HEAP, use_load_threads
 from gpupoold.worker.weights.loading import current_load, register_snapshot_format
+from gpupoold.worker.weights.rank_loads import LeaderLoad
 from gpupoold.worker.weights.stages import LoadStage
 
 MAX_ROWS = 128
 """Prompt tokens of a request whose logits exist at one time."""
 
 _Compute = Callable[[Any, torch.Tensor, dict[str, int]], dict[str, Any]]
+
+_SEED_BITS = 62
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -207,12 +214,26 @@ def share_compiled_code(path: str, layout_digest: str) -> None:
 
 
 def _family_hash(config: VllmConfig, *arguments: Any, **options: Any) -> str:
-    model = config.model_config
-    has_own_code = model.trust_remote_code and hasattr(model.hf_config, "auto_map")
-    if model.model in _layout_digests and not has_own_code:
-        config, model = copy.copy(config), copy.copy(model)
-        config.model_config, model.model = model, _layout_digests[model.model]
+    digest = _layout_digests.get(config.model_config.model)
+    if digest is not None and not has_own_code(config.model_config):
+        config = _at(config, digest)
     return _vllm_hash(config, *arguments, **options)
+
+
+def family_hash(config: VllmConfig) -> str:
+    """Return vLLM's hash of a configuration, without the path of the checkpoint."""
+    return _vllm_hash(_at(config, ""))
+
+
+def has_own_code(model: ModelConfig) -> bool:
+    """Return whether vLLM's classes of a model may come from the checkpoint."""
+    return bool(model.trust_remote_code) and hasattr(model.hf_config, "auto_map")
+
+
+def _at(config: VllmConfig, path: str) -> VllmConfig:
+    config, model = copy.copy(config), copy.copy(config.model_config)
+    config.model_config, model.model = model, path
+    return config
 
 
 def start_load(*, skips_checkpoint: bool) -> None:
@@ -224,6 +245,81 @@ def start_load(*, skips_checkpoint: bool) -> None:
     # must not appear in another model.
     rotary_embedding._ROPE_DICT.clear()
     HEAP.freeze()
+
+
+class RankExecutor(UniProcExecutor):
+    """vLLM's executor of a group's leader: the own worker here, the followers' by messages.
+
+    During a load a call waits for the answers of all ranks. Later the followers carry out calls in
+    the order of the leader's other orders, and only the leader's result counts.
+    """
+
+    def _init_executor(self) -> None:
+        load = current_load()
+        assert isinstance(load, LeaderLoad), "a group loads with LeaderLoad"
+        self._load = load
+        self._engine = load.engine
+        self._orders: OrderBook = load.links.orders
+        self._seed: int | None = None  # of the sampling that was ordered with its step
+        load.links.send("build", self._engine, self.vllm_config)
+        super()._init_executor()
+        load.links.receive()
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        return distributed_init_method(), 0, 0
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        super().initialize_from_config(kv_cache_configs)
+        self._load.share_kv()
+
+    def overwrite(self, span: range) -> None:
+        """Order the followers to overwrite bytes of their weights, as ``tensors.spoil`` does."""
+        self._orders.send("overwrite", self._engine, span)
+
+    def close_engine(self) -> None:
+        """Order the followers to free their shards."""
+        self._orders.send("close_engine", self._engine)
+
+    def collective_rpc(  # type: ignore[override]
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        single_value: bool = False,
+    ) -> Any:
+        """Call a method of the workers; return the leader's result, in a load all results."""
+        assert isinstance(method, str), "followers are called by name"
+        call = (self._engine, method, args, kwargs or {})
+        if not self._load.is_under_way:
+            if method == "execute_model":
+                self._order_step(args[0])
+            elif method == "sample_tokens":
+                self._order_sampling(args[0])
+            else:
+                self._orders.send("on_shard", self._engine, "call", *call[1:])
+            return super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
+        self._load.links.send("call", *call)
+        [own] = super().collective_rpc(method, timeout, args, kwargs)
+        others = self._load.links.receive()
+        return own if single_value else [own, *others]
+
+    def _order_step(self, output: SchedulerOutput) -> None:
+        """Order a step; with its sampling, unless this has to wait for the bits of grammars."""
+        has_grammars = output.has_structured_output_requests
+        self._seed = None if has_grammars else random.getrandbits(_SEED_BITS)
+        self._orders.send("step", self._engine, output, self._seed)
+
+    def _order_sampling(self, grammars: GrammarOutput | None) -> None:
+        """Order the sampling of a step, unless ordered with the step; seed this rank's."""
+        if self._seed is None:
+            seed = random.getrandbits(_SEED_BITS)
+            self._orders.send("sample", self._engine, grammars, seed)
+        else:
+            assert grammars is None, "a step without grammars has bits of grammars"
+            seed, self._seed = self._seed, None
+        seed_sampling(seed)
 
 
 class ResumedRequest(NamedTuple):

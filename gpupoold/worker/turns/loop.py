@@ -24,6 +24,7 @@ from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.threads import HEAP, TurnThread
 from gpupoold.worker.turns.models import (
+    KEPT_S,
     DeviceModels,
     EngineLoader,
     LoadEnd,
@@ -363,10 +364,12 @@ class TurnLoop:
                 self.loads.add(message, fd)
             case m.UnloadModel():
                 before = self.driver_memory.outside_pages()
-                self._models.close(message.name)
+                until_s = time.monotonic() + KEPT_S if message.keeps_engine else 0.0
+                kept = self._models.close(message.name, until_s)
                 if self.ledger.is_idle():  # else at the next idle moment: streams would stop
                     HEAP.collect()
-                ended = m.ModelUnloaded(message.name, self.driver_memory.freed_since(before))
+                freed = kept or self.driver_memory.freed_since(before)
+                ended = m.ModelUnloaded(message.name, freed, kept is not None)
                 self.loads.cancel(message.name, lambda: self._channel.send(ended))
             case m.DropSnapshot():
                 if message.model == self._prefetching_for:
@@ -451,6 +454,7 @@ class TurnLoop:
         now_s = time.monotonic()
         if now_s >= self._status_at_s:
             self._status_at_s = now_s + _STATUS_INTERVAL_S
+            self._models.close_kept(now_s)
             if self.own.prefixes is not None:
                 self.own.prefixes.poll()
             turn, host = self.orders.turn, self.own.host

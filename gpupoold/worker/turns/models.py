@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -23,8 +24,8 @@ from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire import messages as m
 from gpupoold.wire.messages import EngineMemory, LoadModel, LoadProgress
 from gpupoold.worker.device import DriverMemory
-from gpupoold.worker.engine.configuration import failure
-from gpupoold.worker.engine.engine import ModelEngine, load_engine
+from gpupoold.worker.engine.configuration import failure, refusal
+from gpupoold.worker.engine.engine import ModelEngine, config_of, family_of, load_engine
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
 from gpupoold.worker.threads import HEAP, TurnThread
@@ -40,6 +41,9 @@ _T = TypeVar("_T")
 
 # The end of the name of an engine that is built beside the model's present engine.
 _NEW = "~new"
+
+KEPT_S = 10.0
+"""How long an engine is kept for the model that has asked for its place."""
 
 Send = Callable[[m.FromWorker, tuple[int, ...]], None]
 """Sends a message with descriptors to the daemon."""
@@ -70,14 +74,15 @@ class LoadCancelled(Failed):
 class LoadOrder:
     """An order to load; ``snapshot_fd`` is -1 without a snapshot.
 
-    ``memory`` is the memory outside the pages that the load has taken.
+    ``kept`` is the engine that
+    an unloaded model has left.
     """
 
     message: LoadModel
     snapshot_fd: int
     engine_name: str = ""
     began_s: float | None = None
-    memory: EngineMemory = field(default_factory=EngineMemory)
+    kept: ModelEngine | None = None
     is_cancelled: bool = False
     on_end: list[Callable[[], None]] = field(default_factory=list)
 
@@ -105,6 +110,7 @@ class Loaded(NamedTuple):
     snapshot_problem: str
     profile: Profile | None = None
     stages: LoadStages = LoadStages()
+    engine_of: str = ""
 
 
 LoadEnd = Loaded | GpupoolError | OSError
@@ -137,8 +143,11 @@ class EngineLoader:
         snapshot: HostBuffer | None,
         name: str,
         check: Callable[[], None] = lambda: None,
+        kept: ModelEngine | None = None,
     ) -> Loaded:
         """Load a model and add its engine as ``name`` to the residency; take ``snapshot`` over.
+
+        The model is bound to the engine ``kept``, if given, for which :meth:`suits` was true.
 
         Everything that steps the engine, or changes pages, runs on the turn thread in slices.
 
@@ -151,7 +160,7 @@ class EngineLoader:
             OSError: there is no host memory for a snapshot.
         """
         self._check, self.stages = check, StageClock()
-        loaded = self._load(message, snapshot, name)
+        loaded = self._load(message, snapshot, name, kept)
         engine, budget_s = loaded.engine, message.profiling_budget_s
         run = profile(
             engine,
@@ -168,24 +177,46 @@ class EngineLoader:
             raise
         return loaded._replace(profile=measured, stages=self.stages.so_far())
 
-    def _load(self, message: LoadModel, snapshot: HostBuffer | None, name: str) -> Loaded:
+    def suits(self, kept: ModelEngine, message: LoadModel) -> bool:
+        """Return whether a model with a snapshot can take over an engine that was kept."""
+        if not message.has_snapshot or message.layout_digest != kept.layout_digest:
+            return False
+        model, device = message.model, self.device
+        try:
+            family = family_of(model, config_of(model, device), device)
+        except Exception as error:  # the load that follows has the same
+            _logger.info("%s: %s", model.name, error)
+            return False
+        return family == kept.family != ""
+
+    def _load(
+        self,
+        message: LoadModel,
+        snapshot: HostBuffer | None,
+        name: str,
+        kept: ModelEngine | None = None,
+    ) -> Loaded:
         if snapshot is None:
             return self._from_checkpoint(message, None, "", name)
         spare = os.dup(snapshot.fd)  # a failed load closes the snapshot
         try:
-            engine = self._build(message, snapshot, name, skips_checkpoint=True)
+            engine_of = "" if kept is None else kept.info.name
+            if kept is None:
+                engine = self._build(message, snapshot, name, skips_checkpoint=True)
+            else:
+                engine = self._bind(kept, message, snapshot, name)
             self_check = self._try(engine)
             generates = engine.info.generates
             if not message.self_check or is_same_answer(
                 message.self_check, self_check, generates=generates
             ):
                 os.close(spare)
-                return Loaded(engine, self_check, "")
+                return Loaded(engine, self_check, "", engine_of=engine_of)
         except GpupoolError as error:
             problem = f"not loaded from its snapshot: {error.message}"
             _logger.warning("%s: %s", message.model.name, problem)
-            kept = HostBuffer(spare, snapshot.num_bytes)
-            return self._from_checkpoint(message, kept, problem, name)
+            again = HostBuffer(spare, snapshot.num_bytes)
+            return self._from_checkpoint(message, again, problem, name)
         except BaseException:
             os.close(spare)
             raise
@@ -241,6 +272,34 @@ class EngineLoader:
         )
         self.turns.call(self.residency.add, engine)
         return engine
+
+    def _bind(
+        self, kept: ModelEngine, message: LoadModel, snapshot: HostBuffer, name: str
+    ) -> ModelEngine:
+        """Let an engine of the family serve the model; close both after an error."""
+        model = message.model
+        try:
+            grammars = kept.grammars_for(config_of(model, self.device), model.name)
+            self.device.pin(snapshot.address, snapshot.num_bytes)
+        except BaseException as error:
+            snapshot.close()
+            self.turns.call(kept.close)
+            if isinstance(error, Exception) and not isinstance(error, OSError | GpupoolError):
+                raise refusal(model.name, error) from error
+            raise
+        former: HostBuffer = self.turns.call(
+            kept.bind,
+            model.name,
+            name,
+            snapshot,
+            grammars,
+            self.prefixes,
+            message.kv_identity,
+        )
+        self.turns.call(self.residency.add, kept)
+        self.device.unpin(former.address, former.num_bytes)
+        former.close()
+        return kept
 
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
         """Run the self-check; unload the model if the self-check fails with an error."""
@@ -348,14 +407,19 @@ class LoadQueue:
     def _load(self, order: LoadOrder) -> LoadEnd:
         try:
             self.loader.turns.call(self._start, order)
+            if order.kept is not None and not self.loader.suits(order.kept, order.message):
+                self.loader.turns.call(order.kept.close)
+                order.kept = None
             before = self.driver_memory.outside_pages()
             loaded = self.loader.load(
                 order.message,
                 order.take_snapshot(self.loader.device.num_ranks),
                 order.engine_name,
                 order.check,
+                order.kept,
             )
-            order.memory = self.driver_memory.taken_since(before)
+            if not loaded.engine_of:
+                loaded.engine.memory = self.driver_memory.taken_since(before)
             return loaded
         except (GpupoolError, OSError) as error:
             if not order.is_cancelled:
@@ -394,6 +458,7 @@ class DeviceModels:
 
     def __post_init__(self) -> None:
         self.snapshots = Snapshots(self.own.device)
+        self._kept: tuple[ModelEngine, float] | None = None  # and until when
 
     def begin_load(self, order: LoadOrder, now_s: float) -> str:
         """Prepare the accounts for a load; return the name of the engine."""
@@ -403,6 +468,8 @@ class DeviceModels:
         # The residency reads both as soon as the model is added.
         self.last_used_s[name] = now_s
         self.ledger.add_model(name, model.targets)
+        if self._kept is not None:
+            (order.kept, _), self._kept = self._kept, None
         return name
 
     def end_load(self, order: LoadOrder, end: LoadEnd) -> None:
@@ -428,8 +495,9 @@ class DeviceModels:
             end.self_check,
             end.snapshot_problem,
             dropped,
-            order.memory,
+            engine.memory,
             end.stages,
+            end.engine_of,
         )
         self.send(answer, (engine.weights.snapshot.fd,))
 
@@ -449,15 +517,33 @@ class DeviceModels:
         self.ledger.add_model(model.name, model.targets)
         return dropped
 
-    def close(self, name: str) -> None:
-        """Free the memory of a model without requests, if loaded."""
+    def close(self, name: str, kept_until_s: float = 0.0) -> EngineMemory | None:
+        """Free the memory of a model without requests, if loaded.
+
+        With a time ``kept_until_s`` the engine stays for the next load, if it can serve another
+        model; returns the memory of such an engine.
+        """
         self.snapshots.forget(name)
         engine = self.engines.pop(name, None)
-        if engine is not None:
-            self.ledger.remove_model(name)
-            self.self_checks.forget(name)
+        if engine is None:
+            return None
+        self.ledger.remove_model(name)
+        self.self_checks.forget(name)
+        if kept_until_s and engine.family and engine.weights.has_snapshot:
+            self.close_kept()
+            engine.vacate()
             self.residency.remove(name)
-            engine.close()
+            self._kept = engine, kept_until_s
+            return engine.memory
+        self.residency.remove(name)
+        engine.close()
+        return None
+
+    def close_kept(self, now_s: float = math.inf) -> None:
+        """Close an engine that no load has taken over in time."""
+        if self._kept is not None and self._kept[1] <= now_s:
+            self._kept[0].close()
+            self._kept = None
 
     def drop_snapshot(self, model: str) -> None:
         """Evict a model from the device and release its snapshot."""

@@ -146,6 +146,7 @@ class ModelLoad:
         self.kv_address_range: AddressRange | None = None
         self._weight_range: AddressRange | None = None
         self.layout: WeightLayout | None = None
+        self.family = ""
         self.slot_bytes = 0
         self._num_weight_pages = 0
         self._in_place: frozenset[int] = frozenset()

@@ -70,6 +70,7 @@ KEY = m.KeyRecord(
 MESSAGES: list[m.Message] = [
     m.LoadModel(MODEL, True, "digest"),
     m.UnloadModel("llama"),
+    m.UnloadModel("llama", keeps_engine=True),
     m.EndIsolation("llama", "r1"),
     m.DropSnapshot("llama"),
     m.TakeSnapshot("llama"),

@@ -1,0 +1,163 @@
+"""An engine serves one fine-tune after the other, with the tokens of engines of their own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.families.make import make_family
+from benchmarks.families.table import family_named
+from gpupoold.scheduling import events as e
+from gpupoold.wire import messages as m
+from tests.conftest import ROOT
+from tests.functional.daemon_tools import weight_bytes
+from tests.functional.worker_peer import WorkerPeer, prompt
+
+BASE, TUNED, OTHER = "base", "tuned", "other"
+MAX_LEN = 256
+NUM_PROMPTS, NUM_TOKENS = 2, 16
+
+
+def fine_tune(base: Path, target: Path, seed: int) -> Path:
+    """Copy a checkpoint, with other weights of the same shapes."""
+    shutil.copytree(base, target)
+    generator = torch.Generator().manual_seed(seed)
+    for file in target.glob("*.safetensors"):
+        weights = load_file(file)
+        for tensor in weights.values():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator)
+                tensor.mul_((1 + 0.2 * noise).to(tensor.dtype))
+        save_file(weights, file, metadata={"format": "pt"})
+    return target
+
+
+@pytest.fixture(scope="module")
+def paths(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("family")
+    base = tiny_models["tiny-llama"]
+    tuned = fine_tune(base, folder / TUNED, 1)
+    return {BASE: base, TUNED: tuned, OTHER: tiny_models["tiny-qwen3"]}
+
+
+@pytest.fixture(scope="module")
+def peer(paths: dict[str, Path]) -> Iterator[WorkerPeer]:
+    """A device for two models, which are loaded once each."""
+    made = WorkerPeer(int(2.5 * max(map(weight_bytes, paths.values()))))
+    try:
+        for name, path in paths.items():
+            made.load(name, path, max_model_len=MAX_LEN)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def alone(peer: WorkerPeer) -> dict[tuple[str, int], list[int]]:
+    """The answers of engines that no other model has had."""
+    found = peer.answers_alone([BASE, TUNED], NUM_PROMPTS, NUM_TOKENS)
+    assert found[BASE, 0] != found[TUNED, 0]
+    return found
+
+
+def unload(peer: WorkerPeer, name: str) -> bool:
+    """Unload a model; return whether the engine is kept."""
+    peer.channel.send(m.UnloadModel(name, keeps_engine=True))
+    ended = peer.wait(m.ModelUnloaded)
+    peer.shell.handle(e.ModelRemoved(name))
+    assert ended.name == name
+    return bool(ended.is_engine_kept)
+
+
+def answers(peer: WorkerPeer, name: str) -> list[list[int]]:
+    ids = [f"{name} {index} {len(peer.ended)}" for index in range(NUM_PROMPTS)]
+    for index, request_id in enumerate(ids):
+        peer.ask(name, request_id, prompt(index), max_tokens=NUM_TOKENS)
+    peer.run_until_ended(*ids)
+    return [peer.tokens[request_id] for request_id in ids]
+
+
+def load(peer: WorkerPeer, name: str, path: Path, of: str) -> m.ModelLoaded:
+    return peer.load(name, path, snapshot=peer.snapshots[of], max_model_len=MAX_LEN)
+
+
+def test_models_of_a_family_take_turns_in_one_engine(
+    peer: WorkerPeer, alone: dict[tuple[str, int], list[int]], paths: dict[str, Path]
+) -> None:
+    """Their prompts are equal, so that KV of the former model would be found."""
+    assert unload(peer, TUNED)
+    before, names = TUNED, (BASE, TUNED, TUNED, BASE, TUNED)
+    for number, of in enumerate(names):
+        name = f"{of}-{number}"
+        loaded = load(peer, name, paths[of], of)
+        assert (loaded.engine_of, loaded.snapshot_problem) == (before, "")
+        assert answers(peer, name) == [alone[of, index] for index in range(NUM_PROMPTS)]
+        peer.call("check_integrity")
+        assert unload(peer, name)
+        before = name
+    assert answers(peer, BASE) == [alone[BASE, index] for index in range(NUM_PROMPTS)]
+
+
+def test_another_model_gets_an_engine_of_its_own(
+    peer: WorkerPeer, alone: dict[tuple[str, int], list[int]], paths: dict[str, Path]
+) -> None:
+    """Of another layout, from the checkpoint, with other options."""
+    load(peer, TUNED, paths[TUNED], TUNED)
+    assert unload(peer, OTHER)
+    assert load(peer, "of-other-layout", paths[TUNED], TUNED).engine_of == ""
+    assert unload(peer, "of-other-layout")
+    assert peer.load("read", paths[TUNED], max_model_len=MAX_LEN).engine_of == ""
+    assert unload(peer, "read")
+    loaded = peer.load("short", paths[TUNED], snapshot=peer.snapshots[TUNED], max_model_len=128)
+    assert (loaded.engine_of, loaded.model.max_model_len) == ("", 128)
+    assert answers(peer, "short") == [alone[TUNED, index] for index in range(NUM_PROMPTS)]
+    peer.call("check_integrity")
+
+
+def test_a_snapshot_that_answers_otherwise_is_not_served(
+    peer: WorkerPeer, alone: dict[tuple[str, int], list[int]], paths: dict[str, Path]
+) -> None:
+    """The self-check of the model's own first load decides."""
+    assert unload(peer, "short")
+    assert unload(peer, TUNED)
+    wrong = peer.snapshots[BASE]._replace(self_check=peer.snapshots[TUNED].self_check)
+    loaded = peer.load(TUNED, paths[TUNED], snapshot=wrong, max_model_len=MAX_LEN)
+    assert "with its snapshot the model answers" in loaded.snapshot_problem
+    assert answers(peer, TUNED) == [alone[TUNED, index] for index in range(NUM_PROMPTS)]
+    peer.call("check_integrity")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral-window", "granite4", "deepseek-v2", "qwen3-moe"])
+def test_mechanisms(name: str, tmp_path: Path) -> None:
+    """Sliding windows, states, latent KV and experts, of checkpoints that are read in no place."""
+    family, folder = family_named(name), ROOT / "build" / "families"
+    folder.mkdir(parents=True, exist_ok=True)
+    base = make_family(family, folder)
+    paths = {BASE: base, TUNED: fine_tune(base, tmp_path / TUNED, 1)}
+    options: dict[str, Any] = {"dtype": family.dtype, "max_model_len": MAX_LEN}
+    peer = WorkerPeer(3 * weight_bytes(base) + (16 << 20))
+    try:
+        for model, path in paths.items():
+            peer.load(model, path, **options)
+        alone = {model: answers(peer, model) for model in paths}
+        assert alone[BASE] != alone[TUNED]
+        assert unload(peer, TUNED)
+        for number, model in enumerate((BASE, TUNED, BASE)):
+            again = f"{model}-{number}"
+            loaded = peer.load(again, paths[model], snapshot=peer.snapshots[model], **options)
+            assert loaded.engine_of
+            assert answers(peer, again) == alone[model]
+            peer.call("check_integrity")
+            assert unload(peer, again)
+        assert answers(peer, BASE) == alone[BASE]
+    finally:
+        peer.close()

@@ -46,7 +46,7 @@ class HostedEngine:
     the model has requests and no other device. ``idle_s`` are the seconds since the model's last
     use, and ``is_home`` whether the model's requests are planned for this device. Its end frees
     ``freed_bytes``, which is less than ``num_bytes`` if the engine was charged with memory that all
-    engines share.
+    engines share. A model of the same ``layout`` can take the engine over.
     """
 
     model: str
@@ -57,6 +57,7 @@ class HostedEngine:
     is_home: bool = False
     idle_s: float = math.inf
     freed_bytes: int | None = None
+    layout: str = ""
 
     @property
     def gain_bytes(self) -> int:
@@ -96,7 +97,8 @@ class HostingModel:
 
     ``need_bytes`` is the expected memory of its engine by device. ``is_wanted`` is false while the
     model was evicted and has no requests. ``home`` is the device planned for its requests. The GPUs
-    of the ``undivided`` devices cannot share the model equally.
+    of the ``undivided`` devices cannot share the model equally. ``layouts`` are those of the
+    snapshots in host memory, by device.
     """
 
     name: str
@@ -106,6 +108,7 @@ class HostingModel:
     is_late: bool = False
     home: int | None = None
     undivided: frozenset[int] = frozenset()
+    layouts: Mapping[int, str] | None = None
 
     def need(self, device: int) -> int:
         return (self.need_bytes or {}).get(device, 0)
@@ -180,20 +183,28 @@ def _first(
     return [HostingChoice(device.number, reason) for device in _sorted(model, fitting)[:1]]
 
 
-def victims(device: HostingDevice, num_bytes: int, reason: HostingReason) -> list[str] | None:
+def victims(
+    device: HostingDevice, num_bytes: int, reason: HostingReason, layout: str = ""
+) -> list[str] | None:
     """Return the models whose engines make place for ``num_bytes``, the least useful first.
 
-    Empty if there is enough memory, None if too little can be freed. Engines chosen by hand and
-    busy engines stay. A spare engine replaces no other. A planned home replaces only engines of
-    models that have another home, and another device or no use for ``HOME_IDLE_S``; late requests
-    replace only engines of models that have another device and were not used for ``LATE_IDLE_S``.
+    A single engine of ``layout``, if given, is enough, because it is taken over. Empty if there is
+    enough memory, None if too little can be freed. Engines chosen by hand and busy engines stay. A
+    spare engine replaces no other. A planned home replaces only engines of models that have another
+    home, and another device or no use for ``HOME_IDLE_S``; late requests replace only engines of
+    models that have another device and were not used for ``LATE_IDLE_S``.
     """
     short_bytes = device.short_bytes(num_bytes)
+    leaving = [engine for engine in device.engines.values() if _may_leave(engine, reason)]
+    leaving.sort(key=_usefulness)
+    alike = [engine.model for engine in leaving if layout and engine.layout == layout]
+    if short_bytes > 0 and alike:
+        return alike[:1]
     chosen: list[str] = []
-    for engine in sorted(device.engines.values(), key=_usefulness):
+    for engine in leaving:
         if short_bytes <= 0:
             break
-        if engine.gain_bytes and _may_leave(engine, reason):
+        if engine.gain_bytes:
             chosen.append(engine.model)
             short_bytes -= engine.gain_bytes
     return chosen if short_bytes <= 0 else None
@@ -232,7 +243,8 @@ def is_late(state: State, name: str, now_s: float) -> bool:
 
 
 def _victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -> list[str] | None:
-    return victims(device, model.need(device.number), reason)
+    layout = (model.layouts or {}).get(device.number, "")
+    return victims(device, model.need(device.number), reason, layout)
 
 
 def _idle(device: HostingDevice) -> HostingDevice:
@@ -263,8 +275,7 @@ def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hosti
     """
 
     def cost(device: HostingDevice) -> tuple[bool, bool, bool, int, int, int, int]:
-        need_bytes = model.need(device.number)
-        evicted = victims(device, need_bytes, HostingReason.NEEDED) or []
+        evicted = _victims(model, device, HostingReason.NEEDED) or []
         ends_others = any(device.engines[name].is_only for name in evicted)
         work = device.num_loads, device.num_requests
         num_only = sum(engine.is_only for engine in device.engines.values())

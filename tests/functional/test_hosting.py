@@ -180,6 +180,7 @@ class TestEmulatedDevices:
         async with api_client(box.http_url) as api:
             for name in "abcdefg":
                 assert len((await ask(api, name, "Hello", 8)).token_ids) == 8
+        assert "was given to" in cli(box, "events").stdout, "all models are of one family"
         assert {model.state for model in ps(box).models} == {"ready"}
 
     async def test_no_memory_at_all(

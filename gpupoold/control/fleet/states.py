@@ -223,6 +223,7 @@ class Hosts:
         self._hosts: defaultdict[int, dict[str, Host]] = defaultdict(dict)
         self._firsts: dict[int, str] = {}
         self._kept_bytes: dict[int, int] = {}
+        self._kept_engines: dict[int, str] = {}
 
     def of(self, model: str, number: int) -> Host:
         """Return the model's host on a worker, which lasts until the worker ends."""
@@ -231,9 +232,23 @@ class Hosts:
             host = self._hosts[number][model] = Host(model, number)
         return host
 
-    def loaded(self, model: str, number: int) -> None:
-        """Record a load, the first on a worker perhaps."""
+    def loaded(self, model: str, number: int, engine_of: str = "") -> None:
+        """Record a load, the first on a worker perhaps, or one into the engine of another model."""
+        kept = self._kept_engines.pop(number, "")
+        if kept and kept == engine_of:
+            if self._firsts.get(number) == kept:
+                self._firsts[number] = model
+        elif kept:  # the worker has closed it
+            self.freed(kept, number, 0)
         self._firsts.setdefault(number, model)
+
+    def keep_engine(self, model: str, number: int) -> None:
+        """Record that a worker keeps the engine of an unloaded model for the next load."""
+        self._kept_engines[number] = model
+
+    def kept_engine(self, number: int) -> str:
+        """Return the former model of the engine that a worker keeps, empty without one."""
+        return self._kept_engines.get(number, "")
 
     def freed(self, model: str, number: int, num_bytes: int) -> None:
         """Record the memory outside the pages that a worker gave back at the end of an engine.
@@ -279,6 +294,7 @@ class Hosts:
         """Record the end of a worker's process, and of all models there."""
         self._firsts.pop(number, None)
         self._kept_bytes.pop(number, None)
+        self._kept_engines.pop(number, None)
         for host in self._hosts.pop(number, {}).values():
             host.note(HostEvent.LOSE_WORKER)
 

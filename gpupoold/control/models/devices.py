@@ -34,11 +34,13 @@ _logger = logging.getLogger(__name__)
 class EngineClaim:
     """A load's claim to the place of an idle model's engine on a device.
 
-    ``answered`` is done when the engine has left, or the model is no longer idle.
+    With ``keeps_engine`` the claimant takes the engine over. ``answered`` is done when the engine
+    has left, or the model is no longer idle.
     """
 
     holder: str
     claimant: str
+    keeps_engine: bool = False
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -104,6 +106,7 @@ class EngineRoom(ModelPart):
             is_late=now_s is not None and is_asked and is_late(self._dispatcher.state, name, now_s),
             home=self._home(name),
             undivided=self.divisions.lacking(row.spec),
+            layouts={worker.number: self._layout_of(name, worker) for worker in workers},
         )
 
     async def make(
@@ -121,7 +124,8 @@ class EngineRoom(ModelPart):
         if row is None:
             raise NoSuchModel(f"no model is named {name!r}")
         num_bytes = self._need_bytes(row, worker) * (2 if beside_itself else 1)
-        await self._claim(name, worker, num_bytes, reason)
+        layout = "" if beside_itself else self._layout_of(name, worker)
+        await self._claim(name, worker, num_bytes, reason, layout)
 
     async def settle(self, name: str, worker: Worker, reason: HostingReason) -> None:
         """Let other engines make place if a loaded engine is larger than expected.
@@ -200,7 +204,13 @@ class EngineRoom(ModelPart):
             is_home=self._home(name) == number,
             idle_s=time.time() - (self._cache.last_used_at(name) or 0.0),
             freed_bytes=freed_bytes,
+            layout=engines[name].layout_digest,
         )
+
+    def _layout_of(self, name: str, worker: Worker) -> str:
+        """Return the digest of the layout of a model's cached snapshot, empty without one."""
+        snapshot = self._cache.get(self._fleet.snapshots.of(name, worker.number))
+        return "" if snapshot is None else snapshot.digest
 
     def _is_only(self, name: str, number: int) -> bool:
         """Return whether no other device takes new requests of a model."""
@@ -213,11 +223,12 @@ class EngineRoom(ModelPart):
         return None if model is None or model.home is None else model.home.device
 
     async def _claim(
-        self, name: str, worker: Worker, num_bytes: int, reason: HostingReason
+        self, name: str, worker: Worker, num_bytes: int, reason: HostingReason, layout: str = ""
     ) -> None:
         """Claim the place of one idle engine after another, which their models' controllers give.
 
-        Each model is asked once; an engine that did not leave counts as busy.
+        Each model is asked once; an engine that did not leave counts as busy. An engine of
+        ``layout``, if given, is kept for the load and the only one that leaves.
         """
         asked: set[str] = set()
         while True:
@@ -228,18 +239,21 @@ class EngineRoom(ModelPart):
                 if model != name
             }
             device = replace(device, engines=others)
-            chosen = victims(device, num_bytes, reason)
+            chosen = victims(device, num_bytes, reason, layout)
             if chosen is None:
                 raise _full(name, _arithmetic(device, num_bytes))
             if not chosen:
                 return
             asked.add(chosen[0])
-            claim = self.claims[worker.number] = EngineClaim(chosen[0], name)
+            is_alike = bool(layout) and others[chosen[0]].layout == layout
+            claim = self.claims[worker.number] = EngineClaim(chosen[0], name, is_alike)
             self._fleet.wake(*chosen[:1])
             try:
                 await claim.answered.wait()
             finally:
                 del self.claims[worker.number]
+            if self._fleet.hosts.kept_engine(worker.number) == chosen[0]:
+                return
 
 
 def _full(name: str, text: str) -> EnginesFull:

@@ -405,10 +405,11 @@ class Performer(ModelPart):
         """Unload an idle engine; a request of a model without another device loads the model."""
         if not self._room.may_leave(name, worker.number):
             return  # a request has come, or the claim is over
-        claimant = self._room.claims[worker.number].claimant
+        claim = self._room.claims[worker.number]
         self._dispatcher.evict(name, worker)
-        await self._supervisor.unload(worker, name)
-        text = f"the engine on device {worker.number} made place for {claimant}"
+        await self._supervisor.unload(worker, name, keeps_engine=claim.keeps_engine)
+        what = "was given to" if claim.keeps_engine else "made place for"
+        text = f"the engine on device {worker.number} {what} {claim.claimant}"
         self._history.record_event("info", "engine_evicted", name, text)
 
     def _rest(self, row: ModelRow, degree: int) -> None:

@@ -195,7 +195,10 @@ class WorkerProcess(Supervised[m.FromWorker]):
             case m.ModelFailed():
                 self._note_failed(message)
             case m.ModelUnloaded():
-                self._hosts.freed(message.name, worker.number, message.freed.device_bytes)
+                if message.is_engine_kept:
+                    self._hosts.keep_engine(message.name, worker.number)
+                else:
+                    self._hosts.freed(message.name, worker.number, message.freed.device_bytes)
                 worker.unloading.resolve(message.name, None)
             case m.SnapshotDropped():
                 worker.dropping.resolve(message.model, None)
@@ -235,7 +238,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         load = worker.answered_load(name)
         if load is not None and (is_replaced or host.phase is HostPhase.LOADING):
             record = host.replaced if is_replaced else host.loaded
-            self._hosts.loaded(name, worker.number)
+            self._hosts.loaded(name, worker.number, message.engine_of)
             record(message.layout_digest, message.memory, has_snapshot=message.has_snapshot)
             host.load = message.stages
             load.set_result((message, fd))

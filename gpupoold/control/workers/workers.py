@@ -213,14 +213,17 @@ class WorkerSupervisor:
         for worker in self.workers:
             worker.send(m.ForgetPrefixes(model))
 
-    async def unload(self, worker: Worker, name: str) -> None:
-        """Drop a model from a worker; return when the memory is free."""
+    async def unload(self, worker: Worker, name: str, *, keeps_engine: bool = False) -> None:
+        """Drop a model from a worker; return when the memory is free.
+
+        With ``keeps_engine`` the worker keeps the engine for the next load.
+        """
         await worker.unloading.settled(name)
         host = self._hosts.of(name, worker.number)
         if not host.is_ordered:
             return
         host.note(HostEvent.UNLOAD)
-        worker.send(m.UnloadModel(name))
+        worker.send(m.UnloadModel(name, keeps_engine))
         try:
             await self._answer(worker, worker.unloading, name, f"unload {name}")
         finally:

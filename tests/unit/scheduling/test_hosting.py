@@ -95,6 +95,16 @@ class TestScarcity:
         used = [engine(f"{idle_s}", is_only=True, idle_s=idle_s) for idle_s in (30, 50, 40)]
         assert victims(device(0, *used, limit=30), 20, NEEDED) == ["50", "40"]
 
+    def test_a_sibling_that_may_leave_leaves_first(self) -> None:
+        """The wanted model takes over its engine, whatever its own would need."""
+        sibling = engine("sibling", is_only=True, idle_s=1, layout="llama")
+        full = device(0, engine("double", idle_s=900, layout="qwen"), sibling, limit=20)
+        assert victims(full, 40, NEEDED, "llama") == ["sibling"]
+        assert victims(full, 10, LATE, "llama") == victims(full, 10, NEEDED) == ["double"]
+        assert victims(full, 40, NEEDED, "mistral") is None
+        assert choose(model(40, layouts={0: "llama"}), [full]) == [(0, NEEDED)]
+        assert choose(model(40, layouts={0: "mistral"}), [full]) == []
+
     @pytest.mark.parametrize("why", ["is_busy", "is_fixed"])
     def test_engines_that_stay(self, why: str) -> None:
         full = device(0, engine("a", **{why: True}), limit=10)

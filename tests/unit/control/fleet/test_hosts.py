@@ -40,3 +40,18 @@ def test_the_first_engines_end_leaves_the_libraries(
     assert hosts.kept_bytes(0) == kept_bytes
     hosts.lose_worker(0)
     assert hosts.kept_bytes(0) == 0
+
+
+@pytest.mark.parametrize(("engine_of", "kept_bytes"), [("first", 0), ("", 50)])
+def test_a_kept_engine_is_counted_with_the_model_that_takes_it_over(
+    engine_of: str, kept_bytes: int
+) -> None:
+    """Or as freed, if the worker has closed it for another load."""
+    hosts = hosts_with("a")
+    hosts.keep_engine("first", 0)
+    host = hosts.of("first", 0)
+    host.note(HostEvent.UNLOAD)
+    host.note(HostEvent.UNLOADED)
+    hosts.loaded("b", 0, engine_of)
+    assert hosts.kept_bytes(0) == kept_bytes
+    assert hosts.first_on(0) == ("b" if engine_of else "")

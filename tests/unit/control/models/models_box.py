@@ -58,6 +58,7 @@ class PlayedWorker:
         self.activity.attach(os.dup(launch.fd_options["--activity-fd"]))
         self._box, self._number = box, number
         self._unanswered: list[str] = []
+        self._kept = ""
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._serve())
 
@@ -104,7 +105,8 @@ class PlayedWorker:
                     self._unanswered.remove(message.name)
                     self.channel.send(m.ModelFailed(message.name, "failed", "unloaded meanwhile"))
                 freed = m.EngineMemory(self._box.engine_bytes, 0)
-                self.channel.send(m.ModelUnloaded(message.name, freed))
+                self._kept = message.name if message.keeps_engine else ""
+                self.channel.send(m.ModelUnloaded(message.name, freed, message.keeps_engine))
             case m.DropSnapshot():
                 self._box.told.append(f"drop {message.model} on {self._number}")
                 self.channel.send(m.SnapshotDropped(message.model))
@@ -124,7 +126,8 @@ class PlayedWorker:
     def _load(self, order: m.LoadModel) -> None:
         name = order.model.name
         fd = self.channel.take_fd() if order.has_snapshot else create_memfd(name, PAGE)
-        how = "attach" if order.has_snapshot else "build"
+        kept, self._kept = self._kept, ""
+        how = f"bind to {kept}:" if kept else "attach" if order.has_snapshot else "build"
         self._box.told.append(f"{how} {name} on {self._number}")
         error = self._box.errors.get(name) or self._box.errors.get(f"{name} on {self._number}")
         if name in self._box.deadly:
@@ -139,7 +142,7 @@ class PlayedWorker:
             layout = f"{LAYOUT}{self._box.degrees[self._number]}"
             assert order.layout_digest in ("", layout), "a snapshot of another degree"
             answer = m.ModelLoaded(loaded(name), layout, True, self_check=(1, 2), dropped=dropped)
-            answer.memory = m.EngineMemory(self._box.engine_bytes, 0)
+            answer.memory, answer.engine_of = m.EngineMemory(self._box.engine_bytes, 0), kept
             self.channel.send(answer, (fd,))
         os.close(fd)
 

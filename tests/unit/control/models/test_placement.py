@@ -264,6 +264,24 @@ class TestScarcity:
         await full.until(lambda: any("r1" in ids for ids in full.requests.values()))
         assert full.frontends.states()[evicted] == "ready"
 
+    async def test_an_engine_is_given_to_a_model_of_the_same_layout(self, full: ModelsBox) -> None:
+        """Whose snapshot is in host memory, and does not have to be the one used last."""
+        for name in "cdef":
+            await added(full, name)
+        assert not any(one.startswith("bind") for one in full.told)
+        [evicted, *_] = [name for name in "abcdef" if not full.hosts_of(name)]
+        full.ask(evicted, "r1")
+        await full.until(lambda: bool(full.hosts_of(evicted)))
+        [number] = full.hosts_of(evicted)
+        [bound] = [one for one in full.told if one.startswith("bind")]
+        former = bound.split()[2].removesuffix(":")
+        assert bound == f"bind to {former}: {evicted} on {number}"
+        assert not full.hosts_of(former)
+        assert full.fleet.hosts.kept_bytes(number) == 0
+        events = await full.history.events_after(0, 1000)
+        texts = [one.message for one in events if one.subject == former]
+        assert f"the engine on device {number} was given to {evicted}" in texts
+
     async def test_a_claim_to_an_engine_that_is_used_again_is_refused(
         self, full: ModelsBox, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from gpupoold.units import format_bytes, format_duration
 
 
 def value_text(name: str, value: float) -> str:
-    """A value in the unit that the figure's name ends in."""
+    """A value in the unit that the figure's name ends in; infinite for a limit that is none."""
+    if math.isinf(value):
+        return "none"
     if name.endswith("bytes_per_s"):
         return f"{format_bytes(value)}/s"
     if name.endswith(("tokens_per_s", "_rps")):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.families.make import make_family
 from benchmarks.families.table import family_named
+from benchmarks.fine_tunes import fine_tune
 from gpupoold.scheduling import events as e
 from gpupoold.wire import messages as m
 from tests.conftest import ROOT
@@ -22,20 +20,6 @@ from tests.functional.worker_peer import WorkerPeer, prompt
 BASE, TUNED, OTHER = "base", "tuned", "other"
 MAX_LEN = 256
 NUM_PROMPTS, NUM_TOKENS = 2, 16
-
-
-def fine_tune(base: Path, target: Path, seed: int) -> Path:
-    """Copy a checkpoint, with other weights of the same shapes."""
-    shutil.copytree(base, target)
-    generator = torch.Generator().manual_seed(seed)
-    for file in target.glob("*.safetensors"):
-        weights = load_file(file)
-        for tensor in weights.values():
-            if tensor.is_floating_point():
-                noise = torch.randn(tensor.shape, generator=generator)
-                tensor.mul_((1 + 0.2 * noise).to(tensor.dtype))
-        save_file(weights, file, metadata={"format": "pt"})
-    return target
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,225 @@
+"""Many fine-tunes on one small card: ``make bench-family`` writes ``build/bench-family.json``.
+
+Twenty models of one tiny architecture share an emulated device of 1.5 models, with memory for
+two engines; in a second part, five families have four fine-tunes each. All are added, asked in
+turn, and asked again after the worker has been killed. Each answer is compared with vLLM alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import httpx
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.bench.rig import emulated_config, make_checkpoints, weight_bytes
+from benchmarks.families.plain import PlainVllm
+from benchmarks.families.prompts import Prompt
+from benchmarks.private_daemon import PrivateDaemon, private_daemon
+from benchmarks.processes import module_of, processes
+from benchmarks.report import Figure, at_most, finish
+
+MAX_BIND_S = 0.1
+_ARCHITECTURES = ["llama", "qwen2", "qwen3", "mixtral"]
+_PROMPT = Prompt(list(range(5, 45)))
+_NUM_TOKENS = 24
+_ROUNDS = 3
+_MAX_MODEL_LEN = 512
+_TIMEOUT_S = 120.0
+_PROCESSES = {
+    "gpupoold": "daemon",
+    "gpupoold.worker": "worker",
+    "gpupoold.frontend": "frontend",
+}
+
+
+class Asked(NamedTuple):
+    """An answer of a model, and the time until it was complete."""
+
+    model: str
+    token_ids: list[int]
+    took_s: float
+
+
+def main() -> int:
+    """Run both parts; exit code 1 when a figure was missed."""
+    parser = argparse.ArgumentParser(prog="benchmarks.fine_tunes")
+    parser.add_argument("--models", type=int, default=20)
+    parser.add_argument("--model-bytes", type=int, default=20_000_000)
+    parser.add_argument("--out", type=Path, default=Path("build/bench-family.json"))
+    arguments = parser.parse_args()
+    figures: dict[str, Figure] = {}
+    parts: dict[str, Any] = {}
+    for num_families in (1, 5):
+        with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as name:
+            folder = Path(name)
+            bases = make_checkpoints(folder, ["llama"], arguments.model_bytes)
+            if num_families > 1:
+                small_bytes = arguments.model_bytes * 3 // 4
+                bases += make_checkpoints(folder / "small", _ARCHITECTURES, small_bytes)
+            names = {
+                f"family-{index}-{number}": base
+                for number in range(arguments.models // num_families)
+                for index, base in enumerate(bases)
+            }
+            paths = {
+                name: fine_tune(base, folder / name, seed)
+                for seed, (name, base) in enumerate(names.items())
+            }
+            part = run(paths, folder)
+        of = f"{num_families}_{'family' if num_families == 1 else 'families'}"
+        figures |= {f"{of}_{key}": figure for key, figure in make_figures(part)}
+        parts[of] = part
+    return finish(arguments.out, figures, **parts)
+
+
+def fine_tune(base: Path, target: Path, seed: int) -> Path:
+    """Copy a checkpoint, with other weights of the same shapes."""
+    shutil.copytree(base, target)
+    generator = torch.Generator().manual_seed(seed)
+    for file in target.glob("*.safetensors"):
+        weights = load_file(file)
+        for tensor in weights.values():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator)
+                tensor.mul_((1 + 0.2 * noise).to(tensor.dtype))
+        save_file(weights, file, metadata={"format": "pt"})
+    return target
+
+
+def run(paths: Mapping[str, Path], folder: Path) -> dict[str, Any]:
+    """Return what was measured with models on one device of 1.5 of the largest."""
+    expected = dict(_alone(paths, folder / "plain.log"))
+    largest_bytes = max(map(weight_bytes, paths.values()))
+    config = emulated_config(int(1.5 * largest_bytes))
+    with private_daemon(config, folder / "box", server="frontends = 1") as daemon:
+        added_s, used_bytes = {}, []
+        for number, (name, path) in enumerate(paths.items()):
+            began_s = time.monotonic()
+            daemon.add_model(name, path, dtype="float32", max_model_len=_MAX_MODEL_LEN)
+            added_s[name] = time.monotonic() - began_s
+            used_bytes.append(_used_bytes(daemon))
+            if number == 1:
+                _limit_engines(daemon)
+        asked = [[_ask(daemon, name) for name in paths] for _ in range(_ROUNDS)]
+        loads_s = _loads_s(daemon)
+        back_s, first_s = _kill(daemon, next(iter(paths)))
+        asked.append([_ask(daemon, name) for name in paths])
+        with daemon.client() as client:
+            states = {model.state for model in client.models()}
+            events = [event for event in client.events() if event.kind == "engine_evicted"]
+    assert states == {"ready"}, states
+    answers = [one for round_ in asked for one in round_]
+    return {
+        "num_models": len(paths),
+        "num_answers": len(answers),
+        "num_differing": sum(one.token_ids != expected[one.model] for one in answers),
+        "num_taken_over": sum("was given to" in event.message for event in events),
+        "answer_p50_s": [median(one.took_s for one in round_) for round_ in asked],
+        "load_p50_s": loads_s,
+        "added_s": list(added_s.values()),
+        "back_s": back_s,
+        "first_answer_s": first_s,
+        "bytes_per_model": {
+            kind: (num_bytes - used_bytes[1][kind]) / max(1, len(paths) - 2)
+            for kind, num_bytes in used_bytes[-1].items()
+        },
+    }
+
+
+def make_figures(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """Yield the figures of a part by name, each beside its limit."""
+    yield "answers_that_differ", at_most(part["num_differing"], 0)
+    yield "bind_p50_s", at_most(part["load_p50_s"]["bind"], MAX_BIND_S)
+    yield "answer_p50_s", at_most(part["answer_p50_s"][-2], float("inf"))
+    # All models are served again when the device is: the time of one load, not of twenty.
+    yield "back_after_kill_s", at_most(part["back_s"], float("inf"))
+    for kind, num_bytes in part["bytes_per_model"].items():
+        yield f"{kind}_per_model_bytes", at_most(num_bytes, float("inf"))
+
+
+def _alone(paths: Mapping[str, Path], log: Path) -> Iterator[tuple[str, list[int]]]:
+    """Yield the answers of vLLM without gpupool."""
+    with PlainVllm(log) as plain:
+        for name, path in paths.items():
+            plain.load(name, path, "float32", max_model_len=_MAX_MODEL_LEN)
+            yield name, plain.answer(name, _PROMPT, _NUM_TOKENS)
+
+
+def _limit_engines(daemon: PrivateDaemon) -> None:
+    """Allow no more memory for engines than the first two take."""
+    with daemon.client() as client:
+        [device] = client.ps().devices
+        file = daemon.log_path.parent / "gpupool.toml"
+        file.write_text(f"{file.read_text()}\n[memory]\nengines = {device.engine_bytes + 1}\n")
+        client.reload()
+
+
+def _ask(daemon: PrivateDaemon, model: str) -> Asked:
+    body = {
+        "model": model,
+        "prompt": _PROMPT.token_ids,
+        "max_tokens": _NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    began_s = time.monotonic()
+    answer = httpx.post(f"{daemon.http_url}/v1/completions", json=body, timeout=_TIMEOUT_S)
+    took_s = time.monotonic() - began_s
+    assert answer.status_code == 200, answer.text
+    return Asked(model, answer.json()["choices"][0]["token_ids"], took_s)
+
+
+def _loads_s(daemon: PrivateDaemon) -> dict[str, float]:
+    """Return seconds of the present engines' loads: without the self-check, and of it."""
+    with daemon.client() as client:
+        loads = [engine.load for model in client.ps().models for engine in model.engines]
+    return {
+        "bind": median(load.total_s - load.check_s for load in loads),
+        "check": median(load.check_s for load in loads),
+    }
+
+
+def _kill(daemon: PrivateDaemon, model: str) -> tuple[float, float]:
+    """Kill the worker; return the times until all models are ready, and until an answer."""
+    with daemon.client() as client:
+        [device] = client.ps().devices
+        killed_s = time.monotonic()
+        assert device.pid
+        os.kill(device.pid, signal.SIGKILL)
+        while True:
+            now = client.ps()
+            is_back = now.devices[0].state == "ready" and now.devices[0].pid != device.pid
+            if is_back and {model.state for model in now.models} == {"ready"}:
+                break
+            time.sleep(0.005)
+    back_s = time.monotonic() - killed_s
+    _ask(daemon, model)
+    return back_s, time.monotonic() - killed_s
+
+
+def _used_bytes(daemon: PrivateDaemon) -> dict[str, int]:
+    """Return the private memory of the daemon's processes, and the device's beside its pages."""
+    found = dict.fromkeys(_PROCESSES.values(), 0)
+    for process in processes(daemon):
+        if (kind := _PROCESSES.get(module_of(process) or "")) is not None:
+            found[kind] += process.memory_full_info().uss
+    with daemon.client() as client:
+        [device] = client.ps().devices
+    return found | {"device": device.engine_bytes}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

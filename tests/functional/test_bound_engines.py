@@ -120,9 +120,15 @@ def test_a_snapshot_that_answers_otherwise_is_not_served(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral-window", "granite4", "deepseek-v2", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mistral-window", "granite4", "deepseek-v2", "qwen3-moe"),
+        *("llama-gptq", "qwen2.5-vl", "bert"),
+    ],
+)
 def test_mechanisms(name: str, tmp_path: Path) -> None:
-    """Sliding windows, states, latent KV and experts, of checkpoints that are read in no place."""
+    """The self-check compares the numbers of models that do not generate."""
     family, folder = family_named(name), ROOT / "build" / "families"
     folder.mkdir(parents=True, exist_ok=True)
     base = make_family(family, folder)
@@ -132,16 +138,18 @@ def test_mechanisms(name: str, tmp_path: Path) -> None:
     try:
         for model, path in paths.items():
             peer.load(model, path, **options)
-        alone = {model: answers(peer, model) for model in paths}
-        assert alone[BASE] != alone[TUNED]
+        generating = paths if family.generates else {}
+        alone = {model: answers(peer, model) for model in generating}
+        assert not alone or alone[BASE] != alone[TUNED]
         assert unload(peer, TUNED)
         for number, model in enumerate((BASE, TUNED, BASE)):
             again = f"{model}-{number}"
             loaded = peer.load(again, paths[model], snapshot=peer.snapshots[model], **options)
             assert loaded.engine_of
-            assert answers(peer, again) == alone[model]
+            assert not loaded.snapshot_problem
+            assert not alone or answers(peer, again) == alone[model]
             peer.call("check_integrity")
             assert unload(peer, again)
-        assert answers(peer, BASE) == alone[BASE]
+        assert not alone or answers(peer, BASE) == alone[BASE]
     finally:
         peer.close()

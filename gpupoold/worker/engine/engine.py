@@ -8,7 +8,6 @@ the scheduler's queues (read only).
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -163,12 +162,6 @@ class ModelEngine:
         use_grammars(self._core, grammars)
         self._keep_prefixes(prefixes, kv_identity)
         return former
-
-    def grammars_for(self, config: VllmConfig, model: str) -> EngineGrammars:
-        """Return a manager of grammars with the tokenizer of another model of the family."""
-        own = copy.copy(self._core.vllm_config)
-        own.model_config = config.model_config
-        return EngineGrammars(own, model)
 
     def add(
         self,

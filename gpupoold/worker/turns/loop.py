@@ -318,6 +318,9 @@ class TurnLoop:
         self._maybe_report()
         for report in self._models.snapshots.finished():
             self._channel.send(report)
+        if self._models.is_kept_too_long(time.monotonic()):
+            self.steps.settle()
+            self._models.close_kept()
         message = self._wait_for_message(wait_s) if wait_s else self._channel.receive(0.0)
         while message is not None and not self._stopping:
             if not may_come_between(message):
@@ -454,7 +457,6 @@ class TurnLoop:
         now_s = time.monotonic()
         if now_s >= self._status_at_s:
             self._status_at_s = now_s + _STATUS_INTERVAL_S
-            self._models.close_kept(now_s)
             if self.own.prefixes is not None:
                 self.own.prefixes.poll()
             turn, host = self.orders.turn, self.own.host

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from gpupoold.wire.messages import EngineMemory, LoadModel, LoadProgress
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.configuration import failure, refusal
 from gpupoold.worker.engine.engine import ModelEngine, config_of, family_of, load_engine
+from gpupoold.worker.engine.grammars import EngineGrammars
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
 from gpupoold.worker.threads import HEAP, TurnThread
@@ -279,7 +279,7 @@ class EngineLoader:
         """Let an engine of the family serve the model; close both after an error."""
         model = message.model
         try:
-            grammars = kept.grammars_for(config_of(model, self.device), model.name)
+            grammars = EngineGrammars(config_of(model, self.device), model.name)
             self.device.pin(snapshot.address, snapshot.num_bytes)
         except BaseException as error:
             snapshot.close()
@@ -407,24 +407,25 @@ class LoadQueue:
     def _load(self, order: LoadOrder) -> LoadEnd:
         try:
             self.loader.turns.call(self._start, order)
+            snapshot = order.take_snapshot(self.loader.device.num_ranks)
             if order.kept is not None and not self.loader.suits(order.kept, order.message):
-                self.loader.turns.call(order.kept.close)
-                order.kept = None
+                self._close_kept(order)
             before = self.driver_memory.outside_pages()
-            loaded = self.loader.load(
-                order.message,
-                order.take_snapshot(self.loader.device.num_ranks),
-                order.engine_name,
-                order.check,
-                order.kept,
-            )
+            kept, order.kept = order.kept, None
+            loaded = self.loader.load(order.message, snapshot, order.engine_name, order.check, kept)
             if not loaded.engine_of:
                 loaded.engine.memory = self.driver_memory.taken_since(before)
             return loaded
         except (GpupoolError, OSError) as error:
             if not order.is_cancelled:
                 _logger.exception("loading %s failed", order.model)
+            self._close_kept(order)
             return error
+
+    def _close_kept(self, order: LoadOrder) -> None:
+        if order.kept is not None:
+            self.loader.turns.call(order.kept.close)
+            order.kept = None
 
     def _start(self, order: LoadOrder) -> None:
         order.began_s = time.monotonic()
@@ -539,9 +540,13 @@ class DeviceModels:
         engine.close()
         return None
 
-    def close_kept(self, now_s: float = math.inf) -> None:
-        """Close an engine that no load has taken over in time."""
-        if self._kept is not None and self._kept[1] <= now_s:
+    def is_kept_too_long(self, now_s: float) -> bool:
+        """Return whether no load has taken over a kept engine in time."""
+        return self._kept is not None and self._kept[1] <= now_s
+
+    def close_kept(self) -> None:
+        """Close an engine that is kept, if there is one; no step may be under way."""
+        if self._kept is not None:
             self._kept[0].close()
             self._kept = None
 

@@ -1,0 +1,94 @@
+"""Engines that a worker keeps for the model that has asked for their place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpupoold.domain import ModelName
+from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.wire import messages as m
+from gpupoold.worker.turns.models import DeviceModels, LoadOrder
+
+
+@dataclass
+class PlayedEngine:
+    """Tells what is done to it."""
+
+    name: str
+    told: list[str]
+    family: str = "llama"
+    has_snapshot: bool = True
+    memory: m.EngineMemory = field(default_factory=lambda: m.EngineMemory(7, 8))
+
+    @property
+    def weights(self) -> Any:
+        return self
+
+    def vacate(self) -> None:
+        self.told.append(f"vacate {self.name}")
+
+    def close(self) -> None:
+        self.told.append(f"close {self.name}")
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def models(told: list[str]) -> DeviceModels:
+    engines = {name: PlayedEngine(name, told) for name in ("a", "b")}
+    engines["alone"] = PlayedEngine("alone", told, family="")
+    engines["detached"] = PlayedEngine("detached", told, has_snapshot=False)
+    residency = SimpleNamespace(remove=lambda name: told.append(f"remove {name}"))
+    ledger = SimpleNamespace(remove_model=lambda name: None, add_model=lambda *_: None)
+    checks = SimpleNamespace(forget=lambda name: None)
+    own = SimpleNamespace(device=EmulatedDevice(1 << 20))
+    make: Any = DeviceModels
+    made: DeviceModels = make(
+        own, engines, ledger, residency, checks, send=lambda *_: None, abort=lambda *_: None
+    )
+    return made
+
+
+def order_for(model: str) -> LoadOrder:
+    loaded = m.ModelToLoad(name=ModelName(model), source=model, path="/none", dtype="float32")
+    return LoadOrder(m.LoadModel(loaded), -1)
+
+
+def test_the_next_load_gets_it(models: DeviceModels, told: list[str]) -> None:
+    """After its pages have been freed."""
+    assert models.close("a", kept_until_s=10.0) == m.EngineMemory(7, 8)
+    assert told == ["vacate a", "remove a"]
+    order, later = order_for("c"), order_for("d")
+    models.begin_load(order, 1.0)
+    models.begin_load(later, 1.0)
+    assert order.kept is not None
+    assert (order.kept.name, later.kept) == ("a", None)
+    assert not models.is_kept_too_long(99.0)
+
+
+def test_it_is_closed_in_time_or_for_another(models: DeviceModels, told: list[str]) -> None:
+    models.close("a", kept_until_s=10.0)
+    models.close("b", kept_until_s=20.0)
+    assert told[2:] == ["close a", "vacate b", "remove b"]
+    assert not models.is_kept_too_long(19.0)
+    assert models.is_kept_too_long(20.0)
+    models.close_kept()
+    models.close_kept()
+    assert told[5:] == ["close b"]
+
+
+@pytest.mark.parametrize(("name", "until_s"), [("a", 0.0), ("alone", 9.0), ("detached", 9.0)])
+def test_others_are_closed_at_once(
+    models: DeviceModels, told: list[str], name: str, until_s: float
+) -> None:
+    """Engines that nobody asks for, without a family, or without a snapshot."""
+    assert models.close(name, until_s) is None
+    assert told == [f"remove {name}", f"close {name}"]
+    assert models.close(name, until_s) is None

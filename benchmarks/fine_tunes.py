@@ -1,8 +1,9 @@
 """Many fine-tunes on one small card: ``make bench-family`` writes ``build/bench-family.json``.
 
-Twenty models of one tiny architecture share an emulated device of 1.5 models, with memory for
-two engines; in a second part, five families have four fine-tunes each. All are added, asked in
-turn, and asked again after the worker has been killed. Each answer is compared with vLLM alone.
+Twenty models of one tiny architecture share an emulated device of 1.5 models, with memory for two
+engines; in a second part, five families have four fine-tunes each, and memory for six engines. All
+are added, asked in turn, and asked again after the worker has been killed. Each answer is compared
+with vLLM alone.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> int:
                 name: fine_tune(base, folder / name, seed)
                 for seed, (name, base) in enumerate(names.items())
             }
-            part = run(paths, folder)
+            part = run(paths, folder, num_families + 1)
         of = f"{num_families}_{'family' if num_families == 1 else 'families'}"
         figures |= {f"{of}_{key}": figure for key, figure in make_figures(part)}
         parts[of] = part
@@ -98,8 +99,11 @@ def fine_tune(base: Path, target: Path, seed: int) -> Path:
     return target
 
 
-def run(paths: Mapping[str, Path], folder: Path) -> dict[str, Any]:
-    """Return what was measured with models on one device of 1.5 of the largest."""
+def run(paths: Mapping[str, Path], folder: Path, num_engines: int) -> dict[str, Any]:
+    """Return what was measured with models on one device of 1.5 of the largest.
+
+    The device has the memory that the first ``num_engines`` engines have taken.
+    """
     expected = dict(_alone(paths, folder / "plain.log"))
     largest_bytes = max(map(weight_bytes, paths.values()))
     config = emulated_config(int(1.5 * largest_bytes))
@@ -110,7 +114,7 @@ def run(paths: Mapping[str, Path], folder: Path) -> dict[str, Any]:
             daemon.add_model(name, path, dtype="float32", max_model_len=_MAX_MODEL_LEN)
             added_s[name] = time.monotonic() - began_s
             used_bytes.append(_used_bytes(daemon))
-            if number == 1:
+            if number == num_engines - 1:
                 _limit_engines(daemon)
         asked = [[_ask(daemon, name) for name in paths] for _ in range(_ROUNDS)]
         loads_s = _loads_s(daemon)
@@ -132,7 +136,7 @@ def run(paths: Mapping[str, Path], folder: Path) -> dict[str, Any]:
         "back_s": back_s,
         "first_answer_s": first_s,
         "bytes_per_model": {
-            kind: (num_bytes - used_bytes[1][kind]) / max(1, len(paths) - 2)
+            kind: (num_bytes - used_bytes[num_engines - 1][kind]) / max(1, len(paths) - num_engines)
             for kind, num_bytes in used_bytes[-1].items()
         },
     }
@@ -158,7 +162,7 @@ def _alone(paths: Mapping[str, Path], log: Path) -> Iterator[tuple[str, list[int
 
 
 def _limit_engines(daemon: PrivateDaemon) -> None:
-    """Allow no more memory for engines than the first two take."""
+    """Allow no more memory for engines than the present ones take."""
     with daemon.client() as client:
         [device] = client.ps().devices
         file = daemon.log_path.parent / "gpupool.toml"

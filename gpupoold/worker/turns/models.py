@@ -528,9 +528,10 @@ class DeviceModels:
         engine = self.engines.pop(name, None)
         if engine is None:
             return None
+        is_idle = not self.ledger.live_requests(name)
         self.ledger.remove_model(name)
         self.self_checks.forget(name)
-        if kept_until_s and engine.family and engine.weights.has_snapshot:
+        if kept_until_s and is_idle and engine.family and engine.weights.has_snapshot:
             self.close_kept()
             engine.vacate()
             self.residency.remove(name)

@@ -45,8 +45,13 @@ def models(told: list[str]) -> DeviceModels:
     engines = {name: PlayedEngine(name, told) for name in ("a", "b")}
     engines["alone"] = PlayedEngine("alone", told, family="")
     engines["detached"] = PlayedEngine("detached", told, has_snapshot=False)
+    engines["asked"] = PlayedEngine("asked", told)
     residency = SimpleNamespace(remove=lambda name: told.append(f"remove {name}"))
-    ledger = SimpleNamespace(remove_model=lambda name: None, add_model=lambda *_: None)
+    ledger = SimpleNamespace(
+        remove_model=lambda name: None,
+        add_model=lambda *_: None,
+        live_requests=lambda name: ["r1"] if name == "asked" else [],
+    )
     checks = SimpleNamespace(forget=lambda name: None)
     own = SimpleNamespace(device=EmulatedDevice(1 << 20))
     make: Any = DeviceModels
@@ -84,11 +89,13 @@ def test_it_is_closed_in_time_or_for_another(models: DeviceModels, told: list[st
     assert told[5:] == ["close b"]
 
 
-@pytest.mark.parametrize(("name", "until_s"), [("a", 0.0), ("alone", 9.0), ("detached", 9.0)])
+@pytest.mark.parametrize(
+    ("name", "until_s"), [("a", 0.0), ("alone", 9.0), ("detached", 9.0), ("asked", 9.0)]
+)
 def test_others_are_closed_at_once(
     models: DeviceModels, told: list[str], name: str, until_s: float
 ) -> None:
-    """Engines that nobody asks for, without a family, or without a snapshot."""
+    """Engines that nobody asks for, without a family or a snapshot, or with requests."""
     assert models.close(name, until_s) is None
     assert told == [f"remove {name}", f"close {name}"]
     assert models.close(name, until_s) is None

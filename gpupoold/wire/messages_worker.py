@@ -262,10 +262,9 @@ class ModelFailed(Message):
 
 
 class ModelUnloaded(Message):
-    """The model's pages, address ranges and engine are freed.
+    """The model's pages are freed, and its engine and address ranges unless the engine is kept.
 
-    ``freed`` is the memory of the engine outside the pages that the process has given back, and
-    that of an engine which is kept.
+    ``freed`` is the memory outside the pages that the process has given back.
     """
 
     name: str

@@ -371,8 +371,8 @@ class TurnLoop:
                 kept = self._models.close(message.name, until_s)
                 if self.ledger.is_idle():  # else at the next idle moment: streams would stop
                     HEAP.collect()
-                freed = kept or self.driver_memory.freed_since(before)
-                ended = m.ModelUnloaded(message.name, freed, kept is not None)
+                freed = self.driver_memory.freed_since(before)
+                ended = m.ModelUnloaded(message.name, freed, kept)
                 self.loads.cancel(message.name, lambda: self._channel.send(ended))
             case m.DropSnapshot():
                 if message.model == self._prefetching_for:

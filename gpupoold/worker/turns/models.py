@@ -21,9 +21,9 @@ from gpupoold.memory.transfers import DeviceThread
 from gpupoold.memory.weights import Snapshots
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire import messages as m
-from gpupoold.wire.messages import EngineMemory, LoadModel, LoadProgress
+from gpupoold.wire.messages import LoadModel, LoadProgress
 from gpupoold.worker.device import DriverMemory
-from gpupoold.worker.engine.configuration import failure, refusal
+from gpupoold.worker.engine.configuration import failure
 from gpupoold.worker.engine.engine import ModelEngine, config_of, family_of, load_engine
 from gpupoold.worker.engine.grammars import EngineGrammars
 from gpupoold.worker.kv.residency import Residency
@@ -113,6 +113,13 @@ class Loaded(NamedTuple):
     engine_of: str = ""
 
 
+class KeptEngine(NamedTuple):
+    """An engine that a load takes over, and the grammars of the load's model."""
+
+    engine: ModelEngine
+    grammars: EngineGrammars
+
+
 LoadEnd = Loaded | GpupoolError | OSError
 """The result of a load, or the reason of its failure."""
 
@@ -143,17 +150,17 @@ class EngineLoader:
         snapshot: HostBuffer | None,
         name: str,
         check: Callable[[], None] = lambda: None,
-        kept: ModelEngine | None = None,
+        kept: KeptEngine | None = None,
     ) -> Loaded:
         """Load a model and add its engine as ``name`` to the residency; take ``snapshot`` over.
 
-        The model is bound to the engine ``kept``, if given, for which :meth:`suits` was true.
+        The model is bound to the engine ``kept``, if given.
 
         Everything that steps the engine, or changes pages, runs on the turn thread in slices.
 
         ``check`` is called often, and may end the load by an error. With a snapshot the checkpoint
-        is not read, unless the snapshot has another layout or the
-        model fails its self-check with the snapshot.
+        is not read, unless the snapshot has another layout or the model fails its self-check with
+        the snapshot.
 
         Raises:
             GpupoolError: the checkpoint cannot be served here.
@@ -177,30 +184,32 @@ class EngineLoader:
             raise
         return loaded._replace(profile=measured, stages=self.stages.so_far())
 
-    def suits(self, kept: ModelEngine, message: LoadModel) -> bool:
-        """Return whether a model with a snapshot can take over an engine that was kept."""
+    def grammars_for(self, kept: ModelEngine, message: LoadModel) -> EngineGrammars | None:
+        """Return the grammars of a model that can take over a kept engine, None if it cannot."""
         if not message.has_snapshot or message.layout_digest != kept.layout_digest:
-            return False
+            return None
         model, device = message.model, self.device
         try:
-            family = family_of(model, config_of(model, device), device)
+            config = config_of(model, device)
+            if family_of(model, config, device) != kept.family:
+                return None
+            return EngineGrammars(config, model.name)
         except Exception as error:  # the load that follows has the same
             _logger.info("%s: %s", model.name, error)
-            return False
-        return family == kept.family != ""
+            return None
 
     def _load(
         self,
         message: LoadModel,
         snapshot: HostBuffer | None,
         name: str,
-        kept: ModelEngine | None = None,
+        kept: KeptEngine | None = None,
     ) -> Loaded:
         if snapshot is None:
             return self._from_checkpoint(message, None, "", name)
         spare = os.dup(snapshot.fd)  # a failed load closes the snapshot
         try:
-            engine_of = "" if kept is None else kept.info.name
+            engine_of = "" if kept is None else kept.engine.info.name
             if kept is None:
                 engine = self._build(message, snapshot, name, skips_checkpoint=True)
             else:
@@ -274,32 +283,29 @@ class EngineLoader:
         return engine
 
     def _bind(
-        self, kept: ModelEngine, message: LoadModel, snapshot: HostBuffer, name: str
+        self, kept: KeptEngine, message: LoadModel, snapshot: HostBuffer, name: str
     ) -> ModelEngine:
         """Let an engine of the family serve the model; close both after an error."""
-        model = message.model
+        engine, grammars = kept
         try:
-            grammars = EngineGrammars(config_of(model, self.device), model.name)
             self.device.pin(snapshot.address, snapshot.num_bytes)
-        except BaseException as error:
+        except BaseException:
             snapshot.close()
-            self.turns.call(kept.close)
-            if isinstance(error, Exception) and not isinstance(error, OSError | GpupoolError):
-                raise refusal(model.name, error) from error
+            self.turns.call(engine.close)
             raise
         former: HostBuffer = self.turns.call(
-            kept.bind,
-            model.name,
+            engine.bind,
+            message.model.name,
             name,
             snapshot,
             grammars,
             self.prefixes,
             message.kv_identity,
         )
-        self.turns.call(self.residency.add, kept)
+        self.turns.call(self.residency.add, engine)
         self.device.unpin(former.address, former.num_bytes)
         former.close()
-        return kept
+        return engine
 
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:
         """Run the self-check; unload the model if the self-check fails with an error."""
@@ -408,10 +414,8 @@ class LoadQueue:
         try:
             self.loader.turns.call(self._start, order)
             snapshot = order.take_snapshot(self.loader.device.num_ranks)
-            if order.kept is not None and not self.loader.suits(order.kept, order.message):
-                self._close_kept(order)
+            kept = self._fitting(order)
             before = self.driver_memory.outside_pages()
-            kept, order.kept = order.kept, None
             loaded = self.loader.load(order.message, snapshot, order.engine_name, order.check, kept)
             if not loaded.engine_of:
                 loaded.engine.memory = self.driver_memory.taken_since(before)
@@ -421,6 +425,16 @@ class LoadQueue:
                 _logger.exception("loading %s failed", order.model)
             self._close_kept(order)
             return error
+
+    def _fitting(self, order: LoadOrder) -> KeptEngine | None:
+        """Return the kept engine for the load, which then owns it; close one of another family."""
+        if order.kept is None:
+            return None
+        if (grammars := self.loader.grammars_for(order.kept, order.message)) is None:
+            self._close_kept(order)
+            return None
+        kept, order.kept = KeptEngine(order.kept, grammars), None
+        return kept
 
     def _close_kept(self, order: LoadOrder) -> None:
         if order.kept is not None:
@@ -518,16 +532,16 @@ class DeviceModels:
         self.ledger.add_model(model.name, model.targets)
         return dropped
 
-    def close(self, name: str, kept_until_s: float = 0.0) -> EngineMemory | None:
-        """Free the memory of a model without requests, if loaded.
+    def close(self, name: str, kept_until_s: float = 0.0) -> bool:
+        """Free the memory of a model without requests, if loaded; return whether its engine stays.
 
         With a time ``kept_until_s`` the engine stays for the next load, if it can serve another
-        model; returns the memory of such an engine.
+        model.
         """
         self.snapshots.forget(name)
         engine = self.engines.pop(name, None)
         if engine is None:
-            return None
+            return False
         is_idle = not self.ledger.live_requests(name)
         self.ledger.remove_model(name)
         self.self_checks.forget(name)
@@ -536,10 +550,10 @@ class DeviceModels:
             engine.vacate()
             self.residency.remove(name)
             self._kept = engine, kept_until_s
-            return engine.memory
+            return True
         self.residency.remove(name)
         engine.close()
-        return None
+        return False
 
     def is_kept_too_long(self, now_s: float) -> bool:
         """Return whether no load has taken over a kept engine in time."""

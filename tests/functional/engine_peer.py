@@ -41,6 +41,7 @@ from gpupoold.wire.messages import (
     StepOutputs,
 )
 from tests.functional.import_server import forked_for
+from tests.support.vllm_environment import ENVIRONMENT
 
 RETRY_AFTER_S = 6.3
 MAX_MODEL_LEN = 512
@@ -52,13 +53,7 @@ class EngineSet:
     """Real engines by model name, in this process; used by one thread."""
 
     def __init__(self, paths: dict[str, Path]) -> None:
-        os.environ.update(
-            HF_HUB_OFFLINE="1",
-            VLLM_NO_USAGE_STATS="1",
-            VLLM_LOGGING_LEVEL="ERROR",
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            OMP_NUM_THREADS="1",
-        )
+        os.environ.update(ENVIRONMENT)
         self.loaded: dict[str, LoadedModel] = {}
         self._engines: dict[str, Any] = {}
         import torch

@@ -11,15 +11,11 @@ import json
 import os
 import sys
 
+from tests.support.vllm_environment import ENVIRONMENT
+
 
 def main() -> None:
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        OMP_NUM_THREADS="1",
-    )
+    os.environ.update(ENVIRONMENT)
     made = [numbers(*job) for job in json.loads(sys.argv[1])]
     print(json.dumps(made), flush=True)
     os._exit(0)  # vLLM's ordinary end takes seconds

@@ -16,8 +16,8 @@ from benchmarks.bench.rig import weight_bytes
 from gpupoold.checkpoints.tiny import Recipe, make_checkpoint
 from gpupoold.system.activity import ThreadPhase
 from tests.conftest import ROOT
-from tests.functional.test_moving_kv import ENVIRONMENT
 from tests.functional.worker_peer import WorkerPeer
+from tests.support.vllm_environment import ENVIRONMENT
 
 SIZE_BYTES = 28 << 20  # two ranks divide the heads
 MAX_TOKENS = 6

@@ -11,16 +11,10 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.functional.processor import HAS_AMX
+from tests.support.vllm_environment import ENVIRONMENT
 
 pytestmark = pytest.mark.slow
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 _EXACT = ["--chunks", "--losses"]
 # Rows: family, and the arguments of `moving_engines`. In bfloat16, prefills of different lengths
 # round differently, on some processors batches too. vLLM's CPU kernels of MLA and of short

@@ -46,12 +46,11 @@ _BATCH_BYTES = 32 << 20
 # During a load a layer at a time is in the checkpoint's format and in the kernels' format.
 _LOAD_SLACK_BYTES = 1 << 30
 
-# A registration holds driver locks, which all processes share, for 0.1 s per GB. Registering a KV
-# cache of 500 GB in one call would stop every kernel launch on the machine for a minute. Between
-# pieces other processes get the locks every 0.1 s, and the cost of more calls is negligible.
-# (vllm#42632 and TensorRT-LLM#17773 register in pieces too. 512 GiB in one call fails with any
-# driver from R580 on, and more than 2 GiB with kernels 6.11 to 6.13.)
-_PIN_BYTES = 1 << 30
+# A registration holds driver locks, which all processes share, for 0.1 s per GB, and launches of
+# kernels wait meanwhile: 6 ms for a piece. The cost of more calls is negligible. (vllm#42632 and
+# TensorRT-LLM#17773 register in pieces too. 512 GiB in one call fails with any driver from R580 on,
+# and more than 2 GiB with kernels 6.11 to 6.13.)
+_PIN_BYTES = 64 << 20
 
 
 class CudaDevice(Device):

@@ -17,13 +17,13 @@ from tests.unit.memory.cuda_rig import PAGE, host_pages, mapped, page_of
 from tests.unit.memory.fake_cuda import FakeCuda
 
 
-def test_pitfalls_17_and_18_no_call_registers_more_than_1_gib(
+def test_pitfalls_17_and_18_no_call_registers_more_than_64_mib(
     device: CudaDevice, driver: FakeCuda
 ) -> None:
     """512 GiB at once fail, and each call keeps other threads' launches waiting."""
-    device.pin(1 << 45, (5 << 29) + PAGE)  # the fake touches nothing
-    assert list(driver.registrations.values()) == [1 << 30, 1 << 30, (1 << 29) + PAGE]
-    device.unpin(1 << 45, (5 << 29) + PAGE)
+    device.pin(1 << 45, (5 << 25) + PAGE)  # the fake touches nothing
+    assert list(driver.registrations.values()) == [64 << 20, 64 << 20, (32 << 20) + PAGE]
+    device.unpin(1 << 45, (5 << 25) + PAGE)
 
 
 @pytest.fixture

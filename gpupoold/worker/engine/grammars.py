@@ -208,8 +208,12 @@ class EngineGrammars(StructuredOutputManager):
 
     def put_off(self, requests: Iterable[Request]) -> set[str]:
         """Return who of the running requests sits out the next step, for costly grammars."""
-        found = ((request.request_id, _grammar_of(request)) for request in requests)
-        grammars = {name: grammar for name, grammar in found if grammar is not None}
+        grammars = {
+            request.request_id: grammar
+            for request in requests
+            if request.structured_output_request is not None  # each step asks this of all requests
+            and (grammar := _grammar_of(request)) is not None
+        }
         if not grammars:
             return set()
         self._turn += 1

@@ -302,7 +302,7 @@ class PooledScheduler(Scheduler):
             out = {request.request_id for request in everybody if not self._may_run(request)}
         if self.grammars is not None:
             may_run = (request for request in everybody if request.request_id not in out)
-            out |= self.grammars.put_off(may_run)
+            out |= self.grammars.put_off(may_run if out else everybody)
         if self.lora_config is not None:
             out |= self._without_slot(out, self.lora_config.max_loras)
         if not out:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,19 @@ from hypothesis import given, settings, strategies as st
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 
-from vllm.config import VllmConfig
+from vllm.config import ReasoningConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor import models
 
 from gpupoold.checkpoints.files import read_json
-from gpupoold.worker.engine.vllm_process import share_compiled_code
+from gpupoold.worker.engine.vllm_process import (
+    TOKEN_READERS,
+    UNREAD_FIELDS,
+    family_hash,
+    share_compiled_code,
+)
+from tests.support.tiny_pooling import PoolingRecipe, make_pooling_checkpoint
+from tests.support.tiny_vision import VISION_FAMILIES, make_vision_checkpoint
 
 # vLLM's own warnings about a machine without GPU.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -81,6 +91,58 @@ def test_each_field_of_the_configuration_matters(
         hf_config = changed.model_config.hf_config
         setattr(hf_config, name, data.draw(other_than(getattr(hf_config, name))))
     assert changed.compute_hash() != base.compute_hash(), name
+    is_read = name not in UNREAD_FIELDS
+    assert (family_hash(changed) != family_hash(base)) == is_read, name
+
+
+@pytest.mark.parametrize("field", sorted(UNREAD_FIELDS))
+def test_fields_that_no_step_reads_do_not_make_a_family(
+    base: VllmConfig, folders: list[Path], tmp_path: Path, field: str
+) -> None:
+    path = shutil.copytree(folders[1], tmp_path / "other")
+    changes = {field: False if field == "use_cache" else 7}
+    write_json(path / "config.json", read_json(path / "config.json") | changes)
+    assert family_hash(config_of(path, "other", "layout")) == family_hash(base)
+
+
+def test_only_known_models_read_these_tokens() -> None:
+    """Of text models; a model with images, or that pools, is compared with all fields."""
+    readers = {
+        path.stem
+        for path in Path(models.__file__).parent.glob("*.py")
+        if re.search(r"config\.(bos|eos|pad)_token_id|config\.use_cache", path.read_text())
+    }
+    of_other_kinds = {"roberta", "moondream3", "glm4v", "kanana_v", "whisper", "funaudiochat"}
+    assert readers == of_other_kinds | {"longcat_flash_ngram"}
+    assert TOKEN_READERS == ("LongcatFlashNgramForCausalLM",)
+
+
+def test_other_files_of_a_checkpoint_make_a_family(
+    base: VllmConfig, folders: list[Path], tmp_path: Path
+) -> None:
+    """Marks of the reasoning, the way to pool, and sizes of images."""
+    thinking = shutil.copytree(folders[1], tmp_path / "thinking")
+    arguments = EngineArgs(model=str(thinking), max_model_len=64)
+    assert family_hash(arguments.create_engine_config()) == family_hash(base)
+    arguments.reasoning_config = ReasoningConfig(
+        reasoning_start_str="<t>", reasoning_end_str="</t>"
+    )
+    assert family_hash(arguments.create_engine_config()) != family_hash(base)
+    made = {
+        "1_Pooling/config.json": make_pooling_checkpoint(tmp_path, PoolingRecipe("bert-embed")),
+        "preprocessor_config.json": make_vision_checkpoint(tmp_path, VISION_FAMILIES["qwen2_5_vl"]),
+    }
+    changes = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "max_pixels": 784}
+    for file, path in made.items():
+        before = family_hash(config_of(path, "made", "layout"))
+        equal, other = (shutil.copytree(path, tmp_path / name) for name in (file[:3], file[3:6]))
+        assert family_hash(config_of(equal, "equal", "layout")) == before
+        write_json(other / file, read_json(other / file) | changes)
+        assert family_hash(config_of(other, "other", "layout")) != before
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content))
 
 
 def other_than(value: Any) -> st.SearchStrategy[Any]:

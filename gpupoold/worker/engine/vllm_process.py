@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.config.utils import hash_factors, normalize_value
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import rotary_embedding
@@ -52,6 +54,27 @@ _SEED_BITS = 62
 _SHARED_MEMORY = Path("/dev/shm")
 
 _init_method = ""
+
+UNREAD_FIELDS = frozenset(
+    (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    )
+)
+"""Fields of config.json that training programs change, and that no step of text models reads."""
+
+TOKEN_READERS = ("LongcatFlashNgramForCausalLM",)
+"""Classes of vLLM's text models that read one of these."""
+
+_IMAGE_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 _layout_digests: dict[str, str] = {}  # by path of the checkpoint
 _vllm_hash = VllmConfig.compute_hash
@@ -221,8 +244,25 @@ def _family_hash(config: VllmConfig, *arguments: Any, **options: Any) -> str:
 
 
 def family_hash(config: VllmConfig) -> str:
-    """Return vLLM's hash of a configuration, without the path of the checkpoint."""
-    return _vllm_hash(_at(config, ""))
+    """Return a hash of all that two models of one engine have in common, beside the layout.
+
+    vLLM's own hash covers what decides on compiled code. An engine is also built for a way to pool,
+    for the tokens around the reasoning and for sizes of images, which vLLM finds in other files
+    than config.json. Fields of config.json that no step reads may differ.
+    """
+    model, quantization = config.model_config, config.quant_config
+    files = [*_IMAGE_FILES, *(quantization.get_config_filenames() if quantization else ())]
+    found = [Path(model.model, name) for name in files]
+    texts = [file.read_bytes() if file.is_file() else b"" for file in found]
+    others = normalize_value([model.pooler_config, config.reasoning_config, texts])
+    alike = _at(config, "")
+    is_text = model.runner_type == "generate" and not model.is_multimodal_model
+    if is_text and model.architecture not in TOKEN_READERS:
+        for name in ("hf_config", "hf_text_config"):
+            fields = json.loads(getattr(model, name).to_json_string())
+            read = {key: value for key, value in fields.items() if key not in UNREAD_FIELDS}
+            setattr(alike.model_config, name, read)
+    return hash_factors({"config": _vllm_hash(alike), "others": others})
 
 
 def has_own_code(model: ModelConfig) -> bool:

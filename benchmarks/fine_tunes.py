@@ -94,7 +94,8 @@ def fine_tune(base: Path, target: Path, seed: int) -> Path:
         for tensor in weights.values():
             if tensor.is_floating_point():
                 noise = torch.randn(tensor.shape, generator=generator)
-                tensor.mul_((1 + 0.2 * noise).to(tensor.dtype))
+                limit = torch.finfo(tensor.dtype).max  # torch makes NaN of larger numbers in fp8
+                tensor.copy_((tensor.float() * (1 + 0.2 * noise)).clamp(-limit, limit))
         save_file(weights, file, metadata={"format": "pt"})
     return target
 

@@ -53,7 +53,13 @@ class FamilyWorker(WorkerPeer):
         )
         self.number = number
 
-    def load_family(self, family: Family, path: Path, snapshot: Snapshot | None) -> m.ModelLoaded:
+    def load_family(
+        self,
+        family: Family,
+        path: Path,
+        snapshot: Snapshot | None,
+        profiling_budget_s: float = _PROFILING_BUDGET_S,
+    ) -> m.ModelLoaded:
         """Load a checkpoint, from ``snapshot`` if there is one; its steps are timed.
 
         Raises:
@@ -67,7 +73,7 @@ class FamilyWorker(WorkerPeer):
             max_model_len=family.max_model_len,
             engine={"speculative_config": json.dumps(drafts)} if drafts else {},
             snapshot=snapshot,
-            profiling_budget_s=_PROFILING_BUDGET_S,
+            profiling_budget_s=profiling_budget_s,
             timeout_s=_LOAD_TIMEOUT_S,
         )
 

@@ -210,12 +210,24 @@ def victims(
     return chosen if short_bytes <= 0 else None
 
 
+def is_taken_over(device: HostingDevice, chosen: Sequence[str], layout: str) -> bool:
+    """Return whether a model of ``layout`` takes over the engine of the first ``chosen`` model."""
+    return bool(layout and chosen) and device.engines[chosen[0]].layout == layout
+
+
+def idle(device: HostingDevice) -> HostingDevice:
+    """Return the device as if its requests had ended."""
+    engines = {name: replace(engine, is_busy=False) for name, engine in device.engines.items()}
+    return replace(device, engines=engines)
+
+
 def hostable_change(
     state: State, model: HostingModel, devices: Sequence[HostingDevice]
 ) -> Hostable | None:
     """Return the devices that load the model's engine, and those that could become its home.
 
-    Requests there are expected to end. None for the devices in ``state``, or an unknown model.
+    ``devices`` are as if their requests had ended (``idle``). None for the devices in ``state``, or
+    an unknown model.
     """
     known = state.models.get(model.name)
     if known is None:
@@ -227,7 +239,7 @@ def hostable_change(
         or (
             not device.is_draining
             and model.allows(device.number)
-            and _victims(model, _idle(device), HostingReason.HOME) is not None
+            and _victims(model, device, HostingReason.HOME) is not None
         )
     } - known.hosts
     return Hostable(model.name, tuple(sorted(further))) if further != known.hostable else None
@@ -243,14 +255,11 @@ def is_late(state: State, name: str, now_s: float) -> bool:
 
 
 def _victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -> list[str] | None:
-    layout = (model.layouts or {}).get(device.number, "")
-    return victims(device, model.need(device.number), reason, layout)
+    return victims(device, model.need(device.number), reason, _layout(model, device))
 
 
-def _idle(device: HostingDevice) -> HostingDevice:
-    """Return the device as if its requests had ended."""
-    engines = {name: replace(engine, is_busy=False) for name, engine in device.engines.items()}
-    return replace(device, engines=engines)
+def _layout(model: HostingModel, device: HostingDevice) -> str:
+    return (model.layouts or {}).get(device.number, "")
 
 
 def _may_leave(engine: HostedEngine, reason: HostingReason) -> bool:
@@ -269,17 +278,27 @@ def _usefulness(engine: HostedEngine) -> tuple[bool, bool, float]:
 
 
 def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[HostingDevice]:
-    """Return the devices: the planned home, then those without evictions and with little work.
+    """Return the devices: those with an engine to take over, which needs no load, then the planned
+    home, then those without evictions and with little work.
 
     Among devices without work, those are first with few models that have no other device.
     """
 
-    def cost(device: HostingDevice) -> tuple[bool, bool, bool, int, int, int, int]:
+    def cost(device: HostingDevice) -> tuple[bool, bool, bool, bool, int, int, int, int]:
         evicted = _victims(model, device, HostingReason.NEEDED) or []
+        is_bound = is_taken_over(device, evicted, _layout(model, device)) and not device.num_loads
         ends_others = any(device.engines[name].is_only for name in evicted)
         work = device.num_loads, device.num_requests
         num_only = sum(engine.is_only for engine in device.engines.values())
         is_home = device.number == model.home
-        return (ends_others, not is_home, bool(evicted), *work, num_only, device.number)
+        return (
+            not is_bound,
+            ends_others,
+            not is_home,
+            bool(evicted),
+            *work,
+            num_only,
+            device.number,
+        )
 
     return sorted(devices, key=cost)

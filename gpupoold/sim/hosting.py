@@ -20,6 +20,7 @@ from gpupoold.scheduling.hosting import (
     HostingModel,
     choose,
     hostable_change,
+    idle,
     is_late,
     victims,
 )
@@ -153,7 +154,7 @@ class Hosting:
 
     def hostable(self, state: State, now_s: float) -> list[Hostable]:
         """Return the changes of the devices that could run models."""
-        devices = [self._device(number, now_s=now_s) for number in self._numbers]
+        devices = [idle(self._device(number, now_s=now_s)) for number in self._numbers]
         changes = (hostable_change(state, self._model(name), devices) for name in self._models)
         return [change for change in changes if change is not None]
 

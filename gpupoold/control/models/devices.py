@@ -22,7 +22,9 @@ from gpupoold.scheduling.hosting import (
     HostingModel,
     HostingReason,
     hostable_change,
+    idle,
     is_late,
+    is_taken_over,
     victims,
 )
 from gpupoold.units import format_bytes
@@ -170,7 +172,7 @@ class EngineRoom(ModelPart):
 
     async def plan_homes(self) -> None:
         """Tell the scheduling core which devices could host which models."""
-        devices, state = self.devices(), self._dispatcher.state
+        devices, state = [idle(device) for device in self.devices()], self._dispatcher.state
         for row in await self._registry.list():
             now = self._fleet.availability(row.spec.name)
             is_served = now.phase in (ModelPhase.READY, ModelPhase.LOADING)
@@ -245,8 +247,8 @@ class EngineRoom(ModelPart):
             if not chosen:
                 return
             asked.add(chosen[0])
-            is_alike = bool(layout) and others[chosen[0]].layout == layout
-            claim = self.claims[worker.number] = EngineClaim(chosen[0], name, is_alike)
+            keeps_engine = is_taken_over(device, chosen, layout)
+            claim = self.claims[worker.number] = EngineClaim(chosen[0], name, keeps_engine)
             self._fleet.wake(*chosen[:1])
             try:
                 await claim.answered.wait()

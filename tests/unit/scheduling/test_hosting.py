@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpupoold.domain import Targets
@@ -15,6 +17,7 @@ from gpupoold.scheduling.hosting import (
     HostingReason,
     choose,
     hostable_change,
+    idle,
     victims,
 )
 from gpupoold.scheduling.state import Model, State
@@ -104,6 +107,15 @@ class TestScarcity:
         assert victims(full, 40, NEEDED, "mistral") is None
         assert choose(model(40, layouts={0: "llama"}), [full]) == [(0, NEEDED)]
         assert choose(model(40, layouts={0: "mistral"}), [full]) == []
+
+    def test_a_device_with_a_sibling_is_best(self) -> None:
+        """A load takes longer than the sibling needs to get its engine back."""
+        free = device(0, limit=20)
+        full = device(1, engine("sibling", is_only=True, layout="llama"), limit=10, num_requests=9)
+        asks = model(layouts={0: "llama", 1: "llama"})
+        assert choose(asks, [free, full])[0] == (1, NEEDED)
+        assert choose(model(), [free, full])[0] == (0, NEEDED)
+        assert choose(asks, [free, replace(full, num_loads=1)])[0] == (0, NEEDED)
 
     @pytest.mark.parametrize("why", ["is_busy", "is_fixed"])
     def test_engines_that_stay(self, why: str) -> None:
@@ -198,6 +210,7 @@ class TestHomes:
             device(5, limit=10, is_draining=True),
             device(6, limit=5),
         ]
+        devices = [idle(each) for each in devices]
         need_bytes = dict.fromkeys(range(7), 10)
         state = State({"new": Model("new", Targets(), 10, 1, ModelCosts())})
         found = hostable_change(state, model(need_bytes=need_bytes), devices)

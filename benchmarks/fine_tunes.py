@@ -109,11 +109,14 @@ def run(paths: Mapping[str, Path], folder: Path, num_engines: int) -> dict[str, 
     largest_bytes = max(map(weight_bytes, paths.values()))
     config = emulated_config(int(1.5 * largest_bytes))
     with private_daemon(config, folder / "box", server="frontends = 1") as daemon:
-        added_s, used_bytes = {}, []
+        added_s: list[float] = []
+        loaded_s: list[float] = []
+        used_bytes: list[dict[str, int]] = []
         for number, (name, path) in enumerate(paths.items()):
             began_s = time.monotonic()
             daemon.add_model(name, path, dtype="float32", max_model_len=_MAX_MODEL_LEN)
-            added_s[name] = time.monotonic() - began_s
+            added_s.append(time.monotonic() - began_s)
+            loaded_s.append(_loaded_s(daemon, name))
             used_bytes.append(_used_bytes(daemon))
             if number == num_engines - 1:
                 _limit_engines(daemon)
@@ -133,7 +136,11 @@ def run(paths: Mapping[str, Path], folder: Path, num_engines: int) -> dict[str, 
         "num_taken_over": sum("was given to" in event.message for event in events),
         "answer_p50_s": [median(one.took_s for one in round_) for round_ in asked],
         "load_p50_s": loads_s,
-        "added_s": list(added_s.values()),
+        "added_s": added_s,
+        "addition_p50_s": {
+            "with_engine": median(loaded_s[1:num_engines]),
+            "without_engine": median(loaded_s[num_engines:]),
+        },
         "back_s": back_s,
         "first_answer_s": first_s,
         "bytes_per_model": {
@@ -147,6 +154,8 @@ def make_figures(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
     """Yield the figures of a part by name, each beside its limit."""
     yield "answers_that_differ", at_most(part["num_differing"], 0)
     yield "bind_p50_s", at_most(part["load_p50_s"]["bind"], MAX_BIND_S)
+    for how, took_s in part["addition_p50_s"].items():
+        yield f"addition_{how}_p50_s", at_most(took_s, float("inf"))
     yield "answer_p50_s", at_most(part["answer_p50_s"][-2], float("inf"))
     # All models are served again when the device is: the time of one load, not of twenty.
     yield "back_after_kill_s", at_most(part["back_s"], float("inf"))
@@ -185,6 +194,18 @@ def _ask(daemon: PrivateDaemon, model: str) -> Asked:
     took_s = time.monotonic() - began_s
     assert answer.status_code == 200, answer.text
     return Asked(model, answer.json()["choices"][0]["token_ids"], took_s)
+
+
+def _loaded_s(daemon: PrivateDaemon, name: str) -> float:
+    """Return the seconds of a new model's load, beside reading, self-check and profiling."""
+    with daemon.client() as client:
+        [load] = [
+            engine.load
+            for model in client.ps().models
+            for engine in model.engines
+            if model.name == name
+        ]
+    return load.total_s - load.read_s - load.check_s - load.profile_s
 
 
 def _loads_s(daemon: PrivateDaemon) -> dict[str, float]:

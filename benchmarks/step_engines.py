@@ -37,8 +37,9 @@ from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.calls import answer
 from gpupoold.worker.device import open_device
 from gpupoold.worker.engine.cpu_build import adapt_cpu_build
+from gpupoold.worker.turns.loads import EngineLoader
 from gpupoold.worker.turns.loop import TurnLoop
-from gpupoold.worker.turns.models import EngineLoader, WorkerDevice
+from gpupoold.worker.turns.models import WorkerDevice
 from tests.functional.worker_peer import encode_request
 
 MAX_LEN = 1024
@@ -145,7 +146,7 @@ class PoolSide:
         )
         loop._models.last_used_s[name] = 0.0
         loop.ledger.add_model(name, Targets(1.0, 1.0))
-        loader = EngineLoader(device, host, loop.residency, loop.turns)
+        loader = EngineLoader(device, host, loop.residency, loop.turns, loop.driver_memory)
         order = m.LoadModel(model, profiling_budget_s=0.0)
         loop.engines[name] = loader.load(order, None, name).engine
 

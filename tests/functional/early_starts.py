@@ -21,12 +21,12 @@ from gpupoold.memory.emulated import ModelledLink
 from gpupoold.memory.host import KvHostCache
 from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m
-from gpupoold.worker.device import open_device
+from gpupoold.worker.device import DriverMemory, open_device
 from gpupoold.worker.engine.cpu_build import adapt_cpu_build
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.threads import TurnThread, finish
-from gpupoold.worker.turns.models import EngineLoader
+from gpupoold.worker.turns.loads import EngineLoader
 from gpupoold.worker.turns.self_check import first_self_check
 from tests.functional.worker_peer import encode_request
 
@@ -65,7 +65,9 @@ class OneEngine:
         self.residency = Residency(
             self.device, pool, host, _LINK_BYTES_PER_S, lambda _: Use(1, 0.0, 1.0, 0.0)
         )
-        loader = EngineLoader(self.device, host, self.residency, TurnThread())
+        loader = EngineLoader(
+            self.device, host, self.residency, TurnThread(), DriverMemory(self.device)
+        )
         model = m.ModelToLoad(
             name=ModelName("a"), source="a", path=str(path), dtype="float32", max_model_len=512
         )

@@ -23,13 +23,13 @@ from gpupoold.memory.device import PagePool
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv_extents import Place
 from gpupoold.wire import messages as m
-from gpupoold.worker.device import open_device
+from gpupoold.worker.device import DriverMemory, open_device
 from gpupoold.worker.engine.cpu_build import adapt_cpu_build
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.threads import TurnThread
-from gpupoold.worker.turns.models import EngineLoader
+from gpupoold.worker.turns.loads import EngineLoader
 from tests.functional.worker_peer import encode_request
 
 NAMES = ("here", "there")
@@ -82,7 +82,9 @@ class MovingEngines:
         self.requests: dict[str, Moving] = {}
         self._rng = random.Random(seed)
         self._scheduled: defaultdict[str, int] = defaultdict(int)  # tokens since the arrival
-        loader = EngineLoader(self._device, self.host, self.residency, TurnThread())
+        loader = EngineLoader(
+            self._device, self.host, self.residency, TurnThread(), DriverMemory(self._device)
+        )
         self._engines: dict[str, ModelEngine] = {}
         for name in NAMES:
             model = m.ModelToLoad(

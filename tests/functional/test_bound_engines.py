@@ -90,16 +90,34 @@ def test_models_of_a_family_take_turns_in_one_engine(
     assert answers(peer, BASE) == [alone[BASE, index] for index in range(NUM_PROMPTS)]
 
 
+def test_a_new_model_is_read_without_an_engine(
+    peer: WorkerPeer, alone: dict[tuple[str, int], list[int]], paths: dict[str, Path]
+) -> None:
+    """Its first self-check is that of an engine of its own; the snapshot serves both."""
+    load(peer, TUNED, paths[TUNED], TUNED)
+    assert unload(peer, TUNED)
+    loaded = peer.load("read", paths[TUNED], max_model_len=MAX_LEN)
+    assert (loaded.engine_of, loaded.snapshot_problem) == (TUNED, "")
+    assert loaded.layout_digest == peer.snapshots[TUNED].layout_digest
+    assert loaded.self_check == peer.snapshots[TUNED].self_check
+    assert loaded.stages.read_s > 0
+    assert answers(peer, "read") == [alone[TUNED, index] for index in range(NUM_PROMPTS)]
+    peer.call("check_integrity")
+    again = peer.load("again", paths[TUNED], snapshot=peer.snapshots["read"], max_model_len=MAX_LEN)
+    assert (again.engine_of, again.snapshot_problem) == ("", "")
+    assert answers(peer, "again") == [alone[TUNED, index] for index in range(NUM_PROMPTS)]
+    for name in ("read", "again"):
+        unload(peer, name)
+
+
 def test_another_model_gets_an_engine_of_its_own(
     peer: WorkerPeer, alone: dict[tuple[str, int], list[int]], paths: dict[str, Path]
 ) -> None:
-    """Of another layout, from the checkpoint, with other options."""
+    """Of another layout, with other options."""
     load(peer, TUNED, paths[TUNED], TUNED)
     assert unload(peer, OTHER)
     assert load(peer, "of-other-layout", paths[TUNED], TUNED).engine_of == ""
     assert unload(peer, "of-other-layout")
-    assert peer.load("read", paths[TUNED], max_model_len=MAX_LEN).engine_of == ""
-    assert unload(peer, "read")
     loaded = peer.load("short", paths[TUNED], snapshot=peer.snapshots[TUNED], max_model_len=128)
     assert (loaded.engine_of, loaded.model.max_model_len) == ("", 128)
     assert answers(peer, "short") == [alone[TUNED, index] for index in range(NUM_PROMPTS)]

@@ -83,18 +83,20 @@ def profiles_of_sibling(
 ) -> list[ProfileRow]:
     """Return the profiles of a model with equal steps on such a device, none if there is none.
 
-    Fine-tunes of one model have the same kernels and shapes: settings and ``config.json`` are equal
-    except for names and token ids, and both or none have modules that pool. Reads files of models
-    with equal settings.
+    Fine-tunes of one model have the same kernels and shapes.
     """
     for other in others:
-        if is_profiled(other, ready) and _have_equal_steps(row.spec, other.spec):
+        if is_profiled(other, ready) and have_equal_steps(row.spec, other.spec):
             rows = [profile for profile in other.profiles if profile.device == ready.device_name]
             return [replace(profile, revision=row.spec.revision) for profile in rows]
     return []
 
 
-def _have_equal_steps(one: ModelSpec, other: ModelSpec) -> bool:
+def have_equal_steps(one: ModelSpec, other: ModelSpec) -> bool:
+    """Return whether two models are fine-tunes of one model with equal settings.
+
+    Reads ``config.json`` of both, which are equal except for names and token ids.
+    """
     if any(getattr(one, name) != getattr(other, name) for name in _OF_STEPS):
         return False
     try:

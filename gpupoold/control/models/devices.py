@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from gpupool_state import ModelRow
 from gpupoold.control.fleet.states import Host, ModelPhase
+from gpupoold.control.models.descriptions import have_equal_steps
 from gpupoold.control.models.inspection import Divisions
 from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.steps import EnginesFull
@@ -127,6 +128,8 @@ class EngineRoom(ModelPart):
             raise NoSuchModel(f"no model is named {name!r}")
         num_bytes = self._need_bytes(row, worker) * (2 if beside_itself else 1)
         layout = "" if beside_itself else self._layout_of(name, worker)
+        if not layout and not beside_itself and self.device(worker).short_bytes(num_bytes):
+            layout = await self._layout_of_sibling(row, worker)
         await self._claim(name, worker, num_bytes, reason, layout)
 
     async def settle(self, name: str, worker: Worker, reason: HostingReason) -> None:
@@ -213,6 +216,19 @@ class EngineRoom(ModelPart):
         """Return the digest of the layout of a model's cached snapshot, empty without one."""
         snapshot = self._cache.get(self._fleet.snapshots.of(name, worker.number))
         return "" if snapshot is None else snapshot.digest
+
+    async def _layout_of_sibling(self, row: ModelRow, worker: Worker) -> str:
+        """Return the layout of a fine-tune of the same model with an engine on the worker.
+
+        The worker compares layouts when it has read the model.
+        """
+        engines = self._fleet.hosts.engines_on(worker.number)
+        for other in await self._registry.list():
+            if (engine := engines.get(other.spec.name)) is None or other.spec.name == row.spec.name:
+                continue
+            if await asyncio.to_thread(have_equal_steps, row.spec, other.spec):
+                return engine.layout_digest
+        return ""
 
     def _is_only(self, name: str, number: int) -> bool:
         """Return whether no other device takes new requests of a model."""

@@ -24,6 +24,7 @@ from vllm.config.utils import hash_factors, normalize_value
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams, SamplingType
@@ -35,12 +36,14 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from gpupoold.errors import GpupoolError
 from gpupoold.memory.group.link import OrderBook
-from gpupoold.worker.engine.configuration import parallel_arguments
+from gpupoold.memory.host import HostBuffer
+from gpupoold.worker.engine.configuration import parallel_arguments, refusal
 from gpupoold.worker.engine.layer_gates import LayerGates
 from gpupoold.worker.process import set_group_environment
 from gpupoold.worker.threads import HEAP, use_load_threads
-from gpupoold.worker.weights.loading import current_load, register_snapshot_format
+from gpupoold.worker.weights.loading import ModelLoad, current_load, register_snapshot_format
 from gpupoold.worker.weights.rank_loads import LeaderLoad
 from gpupoold.worker.weights.stages import LoadStage
 
@@ -393,8 +396,7 @@ class PooledMemory:
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load as vLLM does, then move the weights into the model's address range."""
         load = current_load()
-        reads = load.stages.during_calls(LoadStage.READ, DefaultModelLoader, "load_weights")
-        with reads, load.reading(self.vllm_config):
+        with _reading(load, self.vllm_config):
             super().load_model(load_dummy_weights=load_dummy_weights)  # type: ignore[misc]
         with load.stages.during(LoadStage.SNAPSHOT):
             load.take_weights(whole_model(self.model_runner))
@@ -435,6 +437,37 @@ class PooledMemory:
         if tag == "kv_cache":
             return current_load().kv_allocation()
         return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _reading(load: ModelLoad, config: VllmConfig) -> Iterator[None]:
+    reads = load.stages.during_calls(LoadStage.READ, DefaultModelLoader, "load_weights")
+    with reads, load.reading(config):
+        yield
+
+
+def make_snapshot(name: str, load: ModelLoad, config: VllmConfig) -> HostBuffer:
+    """Read a model without building an engine; return its snapshot, which the caller owns.
+
+    Raises:
+        GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
+    """
+    start_load(skips_checkpoint=False)
+    with load.active():
+        try:
+            with _reading(load, config), set_current_vllm_config(config):
+                model = get_model(vllm_config=config)
+            with load.stages.during(LoadStage.SNAPSHOT):
+                snapshot = load.take_snapshot(model)
+        except GpupoolError:
+            raise
+        except Exception as error:
+            raise refusal(name, error) from error
+    config.compilation_config.static_forward_context.clear()
+    forget_compiled(model)
+    del model
+    load.end_without_engine()
+    return snapshot
 
 
 def bound_logprobs() -> None:

@@ -23,15 +23,8 @@ from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.threads import HEAP, TurnThread
-from gpupoold.worker.turns.models import (
-    KEPT_S,
-    DeviceModels,
-    EngineLoader,
-    LoadEnd,
-    LoadOrder,
-    LoadQueue,
-    WorkerDevice,
-)
+from gpupoold.worker.turns.loads import EngineLoader, LoadEnd, LoadOrder, LoadQueue
+from gpupoold.worker.turns.models import KEPT_S, DeviceModels, WorkerDevice
 from gpupoold.worker.turns.requests import (
     KvMigrations,
     Orders,
@@ -71,8 +64,16 @@ class TurnLoop:
         )
         self.engines: dict[str, ModelEngine] = {}
         self.turns = TurnThread(self._slice_limit_s, self._maybe_report)
+        self.driver_memory = DriverMemory(device, has_gpu_alone=own.has_gpu_alone)
         loader = EngineLoader(
-            device, host, self.residency, self.turns, self._model_on_turn, own.links, own.prefixes
+            device,
+            host,
+            self.residency,
+            self.turns,
+            self.driver_memory,
+            self._model_on_turn,
+            own.links,
+            own.prefixes,
         )
         self._self_checks = SelfChecks()
         self._readers = ThreadPoolExecutor(1, "files")
@@ -95,8 +96,7 @@ class TurnLoop:
             channel.send,
             self._requests.abort,
         )
-        self.driver_memory = DriverMemory(device, has_gpu_alone=own.has_gpu_alone)
-        self.loads = LoadQueue(loader, self.driver_memory, self._begin_load, self._end_load)
+        self.loads = LoadQueue(loader, self._begin_load, self._end_load)
         self._channel = channel
         self._answer_call = answer_call
         self.orders = Orders()

@@ -259,6 +259,21 @@ class ModelLoad:
         self._reclaim()
         self._placed()
 
+    def take_snapshot(self, model: torch.nn.Module) -> HostBuffer:
+        """Return the weights of a loaded model that gets no engine, for the caller to own."""
+        self.layout = layout = self._plan(model)
+        num_pages = -(-layout.num_bytes // self.device.page_bytes)
+        self._check_fits(layout.num_bytes, num_pages)
+        snapshot, _ = self._usable_snapshot(layout, num_pages)
+        copy_out(layout, snapshot.address, self.device, self._in_place)
+        self._snapshot = None
+        return snapshot
+
+    def end_without_engine(self) -> None:
+        """Free the model's memory after :meth:`take_snapshot`."""
+        self._release.drop_garbage()
+        self.turns.call(self._release.reclaim)
+
     def _plan(self, model: torch.nn.Module) -> WeightLayout:
         """Return the layout of a loaded model, whose parameters may be in the snapshot."""
         if not self._in_place:

@@ -265,10 +265,12 @@ class TestScarcity:
         assert full.frontends.states()[evicted] == "ready"
 
     async def test_an_engine_is_given_to_a_model_of_the_same_layout(self, full: ModelsBox) -> None:
-        """Whose snapshot is in host memory, and does not have to be the one used last."""
+        """A new fine-tune, and one whose snapshot is in host memory."""
         for name in "cdef":
             await added(full, name)
-        assert not any(one.startswith("bind") for one in full.told)
+        taken = [one.split()[3] for one in full.told if one.startswith("bind")]
+        assert taken == [*"def"]  # a and b are no fine-tunes
+        full.told.clear()
         [evicted, *_] = [name for name in "abcdef" if not full.hosts_of(name)]
         full.ask(evicted, "r1")
         await full.until(lambda: bool(full.hosts_of(evicted)))

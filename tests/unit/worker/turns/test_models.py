@@ -1,4 +1,4 @@
-"""Engines that a worker keeps for the model that has asked for their place."""
+"""Loads that take an engine over, and engines that are kept for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 
 from gpupoold.domain import ModelName
+from gpupoold.errors import Refused
 from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.host import HostBuffer
 from gpupoold.wire import messages as m
-from gpupoold.worker.turns.models import DeviceModels, LoadOrder
+from gpupoold.worker.device import DriverMemory
+from gpupoold.worker.threads import TurnThread
+from gpupoold.worker.turns import loads
+from gpupoold.worker.turns.loads import EngineLoader, KeptEngine, LoadOrder
+from gpupoold.worker.turns.models import DeviceModels
 
 
 @dataclass
@@ -22,11 +28,16 @@ class PlayedEngine:
     told: list[str]
     family: str = "llama"
     has_snapshot: bool = True
+    layout_digest: str = "old"
     memory: m.EngineMemory = field(default_factory=lambda: m.EngineMemory(7, 8))
 
     @property
     def weights(self) -> Any:
         return self
+
+    @property
+    def info(self) -> Any:
+        return SimpleNamespace(name=self.name, generates=True)
 
     def vacate(self) -> None:
         self.told.append(f"vacate {self.name}")
@@ -100,3 +111,50 @@ def test_others_are_closed_at_once(
     assert not models.close(name, until_s)
     assert told == [f"remove {name}", f"close {name}"]
     assert not models.close(name, until_s)
+
+
+@pytest.fixture
+def loader(told: list[str], monkeypatch: pytest.MonkeyPatch) -> EngineLoader:
+    """A loader whose engines are played."""
+
+    def built(
+        message: m.LoadModel, snapshot: HostBuffer, name: str, *, skips_checkpoint: bool
+    ) -> PlayedEngine:
+        told.append(f"build {message.layout_digest} {skips_checkpoint}")
+        snapshot.close()
+        return PlayedEngine(name, told)
+
+    device = EmulatedDevice(1 << 20)
+    unused: Any = None
+    made: Any = EngineLoader(device, unused, unused, TurnThread(), DriverMemory(device))
+    load = SimpleNamespace(layout=SimpleNamespace(digest="new"))
+    monkeypatch.setattr(made, "_new_load", lambda *_, **__: load)
+    monkeypatch.setattr(made, "_build", built)
+    monkeypatch.setattr(made, "_try", lambda engine: (1, 2))
+    loader: EngineLoader = made
+    return loader
+
+
+def test_a_new_model_of_another_layout_gets_an_engine_of_its_own(
+    loader: EngineLoader, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout is known when the model has been read, which is not done twice."""
+    snapshot = HostBuffer.create("made", 4096)
+    monkeypatch.setattr(loads, "make_snapshot", lambda *_: snapshot)
+    kept: Any = KeptEngine(PlayedEngine("a", told), SimpleNamespace(vllm_config=None))  # type: ignore[arg-type]
+    loaded = loader._load(order_for("c").message, None, "c", kept)
+    assert (loaded.engine_of, loaded.self_check) == ("", (1, 2))
+    assert told == ["close a", "build new True"]
+
+
+def test_an_engine_does_not_stay_if_the_new_model_cannot_be_read(
+    loader: EngineLoader, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> HostBuffer:
+        raise Refused("c: no weights")
+
+    monkeypatch.setattr(loads, "make_snapshot", refuse)
+    kept: Any = KeptEngine(PlayedEngine("a", told), SimpleNamespace(vllm_config=None))  # type: ignore[arg-type]
+    with pytest.raises(Refused):
+        loader._load(order_for("c").message, None, "c", kept)
+    assert told == ["close a"]

@@ -143,6 +143,13 @@ class DeviceSettings(Section):
     from `"1MB/s"` to `"1TB/s"`; copies then leave the cores to the engines, as on a GPU. By default
     the host's cores copy as fast as they can.
     """
+    pin_bytes_per_s: LinkRate | None = Field(default=None, alias="pinning")
+    """Rate at which a modelled driver of an emulated device pins host memory, such as `"10GB/s"`.
+    Steps of all workers wait meanwhile, and copies of memory that is not pinned pass through
+    buffers, as on a GPU. By default no memory needs to be pinned.
+    """
+    pinned_limit_bytes: Size | None = Field(default=None, alias="pinning_limit")
+    """Memory of a worker that the modelled driver pins at most; by default any."""
 
     @model_validator(mode="before")
     @classmethod
@@ -157,6 +164,10 @@ class DeviceSettings(Section):
             raise ValueError('index is for kind = "cuda" only')
         if self.kind != "emulated" and self.link_bytes_per_s is not None:
             raise ValueError('link is for kind = "emulated" only')
+        if self.kind != "emulated" and self.pin_bytes_per_s is not None:
+            raise ValueError('pinning is for kind = "emulated" only')
+        if self.pinned_limit_bytes is not None and self.pin_bytes_per_s is None:
+            raise ValueError("pinning_limit is for a device with pinning only")
         check_gpu(self.kind, self.gpu)
         check_group(self.kind, self.gpus_as_written, self.index)
         if self.kind == "sim" and self.page_bytes is not None:

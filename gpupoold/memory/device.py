@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
@@ -52,6 +52,24 @@ class Copy(NamedTuple):
     target: int
     source: int
     num_bytes: int
+
+
+def cut(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
+    """Yield ``copies`` in order, cut into lists of ``batch_bytes``; the last may be shorter."""
+    batch: list[Copy] = []
+    left = batch_bytes
+    for target, source, num_bytes in copies:
+        done = 0
+        while done < num_bytes:
+            length = min(num_bytes - done, left)
+            batch.append(Copy(target + done, source + done, length))
+            done += length
+            left -= length
+            if not left:
+                yield batch
+                batch, left = [], batch_bytes
+    if batch:
+        yield batch
 
 
 class Direction(Enum):
@@ -214,15 +232,26 @@ class Device(ABC):
         """Return when all ranks have made the copies and mappings of the calls above."""
 
     def pin(self, address: int, num_bytes: int) -> None:  # noqa: B027
-        """Pin host memory for full-speed copies.
+        """Pin host memory for full-speed copies, as far as the driver permits.
 
         Slow on a GPU (0.1 s per GB), so never called in a switch.
-
-        After an exception nothing is pinned.
         """
 
+    def pin_later(self, address: int, num_bytes: int) -> None:  # noqa: B027
+        """Pin host memory in idle moments; return at once. Copies are slower until then."""
+
     def unpin(self, address: int, num_bytes: int) -> None:  # noqa: B027
-        """Undo a ``pin`` of the same range, before the range is unmapped."""
+        """Undo a ``pin`` or ``pin_later`` of the same range, before the range is unmapped."""
+
+    def set_live(self, is_live: bool) -> None:  # noqa: B027
+        """Say whether requests are live, which pinning would delay."""
+
+    def unpinned(self) -> tuple[int, str]:
+        """Return the bytes that are not pinned, or not yet, and the driver's refusal, if any."""
+        return 0, ""
+
+    def wait_for_driver(self) -> None:  # noqa: B027
+        """Wait as a launch of kernels does, for a modelled driver of an emulated device."""
 
     def release_memory(self, runs: list[PageRun]) -> None:  # noqa: B027
         """Release the memory of unmapped pages to other users of the device until ``reclaim``."""

@@ -11,6 +11,7 @@ time.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import threading
@@ -20,10 +21,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 from gpupoold.memory import libc
 from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, PageRun
 from gpupoold.memory.libc import create_memfd
+from gpupoold.memory.pinning import IdleLock, PinnedMemory, StagedCopies, StagedCopyStream
+from gpupoold.units import format_bytes
 
 _UNMAPPED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 _HOME = libc.MAP_SHARED | libc.MAP_POPULATE
@@ -44,13 +48,71 @@ def default_page_bytes(device_bytes: int) -> int:
     return page_bytes
 
 
+class ModelledDriver:
+    """A modelled GPU driver, which pins host memory at ``pin_bytes_per_s`` under a lock.
+
+    Launches wait for the lock, which all processes share that open the file ``lock``. The driver
+    refuses more than ``limit_bytes``, unless negative.
+    """
+
+    def __init__(
+        self, pin_bytes_per_s: float, limit_bytes: int = -1, lock: Path | None = None
+    ) -> None:
+        """Open the file.
+
+        Raises:
+            OSError: the file cannot be created.
+        """
+        self._bytes_per_s = pin_bytes_per_s
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._fd = -1 if lock is None else os.open(lock, flags, 0o600)
+        self._lock = threading.Lock()
+        self._limit_bytes = limit_bytes
+        self._sizes: dict[int, int] = {}
+
+    def bind_thread(self) -> None:
+        """Do nothing: every thread may make the other calls."""
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        if 0 <= self._limit_bytes < sum(self._sizes.values()) + num_bytes:
+            limit = format_bytes(self._limit_bytes)
+            raise RuntimeError(f"the modelled driver pins at most {limit}")
+        with self._locked():
+            time.sleep(num_bytes / self._bytes_per_s)
+        self._sizes[address] = num_bytes
+
+    def unregister_host(self, address: int) -> None:
+        del self._sizes[address]
+
+    def wait(self) -> None:
+        """Wait as a launch does."""
+        with self._locked():
+            pass
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            if self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                if self._fd >= 0:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
 class EmulatedDevice(Device):
     """A device with ``device_bytes`` (rounded down to pages) of memory in a memfd.
 
     Copies to and from the host, in each direction, take as long as over a link of
     ``link_bytes_per_s``; without a link (0), as long as the host's cores take. Kernels and copies
-    are synchronous, copies are equally fast from all host memory, and torch uses host memory, so
-    that fences, pinning and the release of memory need no work.
+    are synchronous, and torch uses host memory, so that fences and the release of memory need no
+    work. With a modelled ``driver`` host memory is pinned and copied as on a GPU; otherwise copies
+    are equally fast from all host memory.
 
     Raises:
         OSError: the machine has too little free memory, or a kernel before 5.13, which cannot move
@@ -60,7 +122,12 @@ class EmulatedDevice(Device):
     is_host_addressable = True
 
     def __init__(
-        self, device_bytes: int, page_bytes: int | None = None, link_bytes_per_s: float = 0.0
+        self,
+        device_bytes: int,
+        page_bytes: int | None = None,
+        link_bytes_per_s: float = 0.0,
+        driver: ModelledDriver | None = None,
+        idle: IdleLock | None = None,
     ) -> None:
         super().__init__()
         self.has_link = link_bytes_per_s > 0
@@ -81,6 +148,9 @@ class EmulatedDevice(Device):
             libc.mmap(self._home, num_bytes, libc.PROT_READ_WRITE, fixed, self._fd, 0)
             undo.pop_all()
         self._copier = ThreadPoolExecutor(1, "copier")
+        self._driver = driver
+        self._pinned = None if driver is None else PinnedMemory(driver, idle)
+        self._staged = StagedCopies(self.open_copy_stream)
 
     def reserve(self, num_pages: int) -> int:
         """Reserve addresses from the first address of a page table on."""
@@ -96,6 +166,7 @@ class EmulatedDevice(Device):
         libc.munmap(address, num_pages * self.page_bytes)
 
     def map(self, address: int, runs: list[PageRun]) -> None:
+        self.wait_for_driver()
         at = address
         for index, run in enumerate(runs):
             num_bytes = run.num_pages * self.page_bytes
@@ -142,18 +213,58 @@ class EmulatedDevice(Device):
         self._copy(target, address, num_bytes, Direction.OUT)
 
     def open_copy_stream(self, direction: Direction) -> CopyStream:
-        return LinkCopyStream(self._links[direction])
+        own = LinkCopyStream(self._links[direction])
+        if self._pinned is None:
+            return own
+        return StagedCopyStream(own, direction, self._pinned, self.copy_batch_bytes)
 
     def open_copy_streams(self, direction: Direction) -> list[CopyStream]:
         num_streams = 1 if self.has_link else _num_copiers()
-        return [self.open_copy_stream(direction) for _ in range(num_streams)]
+        copy_streams = [self.open_copy_stream(direction) for _ in range(num_streams)]
+        for copy_stream in copy_streams:
+            if isinstance(copy_stream, StagedCopyStream):
+                copy_stream.open_buffers()
+        return copy_streams
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        if self._pinned is not None:
+            self._pinned.pin(address, num_bytes)
+
+    def pin_later(self, address: int, num_bytes: int) -> None:
+        if self._pinned is not None:
+            self._pinned.pin_later(address, num_bytes)
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        if self._pinned is not None:
+            self._pinned.unpin(address, num_bytes)
+
+    def set_live(self, is_live: bool) -> None:
+        if self._pinned is not None:
+            self._pinned.idle.set_live(is_live)
+
+    def unpinned(self) -> tuple[int, str]:
+        if self._pinned is None:
+            return 0, ""
+        return self._pinned.unpinned_bytes, self._pinned.problem
+
+    def wait_for_driver(self) -> None:
+        if self._driver is not None:
+            self._driver.wait()
 
     def close(self) -> None:
         self._copier.shutdown()
+        self._staged.close()
+        if self._pinned is not None:
+            self._pinned.close()
+        if self._driver is not None:
+            self._driver.close()
         libc.munmap(self._home, self.num_pages * self.page_bytes)
         os.close(self._fd)
 
     def _copy(self, target: int, source: int, num_bytes: int, direction: Direction) -> None:
+        if self._pinned is not None:
+            self._staged.copy(direction, Copy(target, source, num_bytes))
+            return
         if self.has_link:
             self._links[direction].copy(target, source, num_bytes)
             return

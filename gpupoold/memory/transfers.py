@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import ParamSpec, TypeVar
 
-from gpupoold.memory.device import Copy, CopyStream, Device, Direction
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction, cut
 from gpupoold.memory.host import HostBuffer, lay
 from gpupoold.system.activity import WORKER, ThreadPhase
 
@@ -346,24 +346,6 @@ class TransferQueue:
         if transfer is None:  # the signal of close()
             self._queue.put(None)
         return transfer
-
-
-def cut(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
-    """Yield ``copies`` in order, cut into lists of ``batch_bytes``; the last may be shorter."""
-    batch: list[Copy] = []
-    left = batch_bytes
-    for target, source, num_bytes in copies:
-        done = 0
-        while done < num_bytes:
-            length = min(num_bytes - done, left)
-            batch.append(Copy(target + done, source + done, length))
-            done += length
-            left -= length
-            if not left:
-                yield batch
-                batch, left = [], batch_bytes
-    if batch:
-        yield batch
 
 
 class DeviceThread:

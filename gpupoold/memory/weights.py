@@ -1,7 +1,7 @@
 """A model's weights: a snapshot in host memory, an address range on the device.
 
-On a GPU, mapping and pinning a snapshot take 0.1 s per GB and more, and unmapping takes time too: a
-thread does both, and the turn loop collects the results between two steps.
+Mapping a snapshot takes time, as do unmapping and, on a GPU, unpinning: a thread does all of these,
+and the turn loop collects the results between two steps.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class WeightMemory:
 
     Pages are loaded from the first on and evicted from the last on, so that restoring a partly
     evicted model copies only the missing pages. ``snapshot`` holds the bytes of the address range
-    after vLLM's loading and post-processing, padded to whole pages. The snapshot is pinned until
-    ``close`` or ``detach_snapshot``; without a snapshot no page is present and none can be loaded.
+    after vLLM's loading and post-processing, padded to whole pages. The snapshot is pinned, in idle
+    moments, until ``close`` or after ``detach_snapshot``; without a snapshot no page is present and
+    none can be loaded.
 
     The bytes of ``own`` follow those of the snapshot: the host copy of slots that the engine writes
     while resident, such as those of adapters. ``write_back`` keeps the copy equal to the device.
@@ -55,10 +56,10 @@ class WeightMemory:
         """The host copy of the slots."""
         self.own_bytes = own.num_bytes if own is not None else 0
         assert snapshot.num_bytes == self.snapshot_bytes
-        device.pin(snapshot.address, snapshot.num_bytes)
+        device.pin_later(snapshot.address, snapshot.num_bytes)
         self._snapshot = snapshot
         if own is not None:
-            device.pin(own.address, own.num_bytes)
+            device.pin_later(own.address, own.num_bytes)
             self.own = own
 
     @property
@@ -288,7 +289,7 @@ class WeightMemory:
         return snapshot
 
     def attach_snapshot(self, snapshot: HostBuffer) -> None:
-        """Attach a snapshot of the same model and layout, which the caller has pinned."""
+        """Attach a snapshot of the same model and layout, given to ``pin_later`` by the caller."""
         assert self._snapshot is None
         assert snapshot.num_bytes == self.snapshot_bytes
         self._snapshot = snapshot
@@ -396,7 +397,7 @@ class Snapshots:
         with WORKER.beside(ThreadPhase.SNAPSHOT, model):
             snapshot = HostBuffer(fd, num_bytes)
             try:
-                self._device.pin(snapshot.address, num_bytes)
+                self._device.pin_later(snapshot.address, num_bytes)
                 self._device.share_host(snapshot.address, num_bytes, fd)
             except BaseException:
                 snapshot.close()

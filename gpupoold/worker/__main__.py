@@ -238,6 +238,9 @@ def _open_device(arguments: argparse.Namespace, rank: Rank) -> Device:
         arguments.page_bytes,
         rank.rank,
         arguments.link_bytes_per_s,
+        arguments.pin_bytes_per_s,
+        arguments.pinned_limit_bytes,
+        arguments.locks,
     )
 
 
@@ -279,6 +282,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--spare-bytes", type=int, default=0, help="free beside the reserve")
     parser.add_argument("--page-bytes", type=int, default=0)
     parser.add_argument("--link-bytes-per-s", type=int, default=0, help="of an emulated device")
+    parser.add_argument("--pin-bytes-per-s", type=int, default=0, help="of an emulated device")
+    parser.add_argument("--pinned-limit-bytes", type=int, default=-1, help="-1: no limit")
+    parser.add_argument("--locks", type=Path, help="folder of files that all workers lock")
     parser.add_argument("--kv-host-bytes", type=int, required=True)
     parser.add_argument("--kv-host-fd", type=int, help="of the device's former worker")
     parser.add_argument("--prefix-cache-bytes", type=int)

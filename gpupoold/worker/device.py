@@ -15,7 +15,8 @@ from gpupoold.errors import Failed
 from gpupoold.latency.shape import group_name
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.device import Device
-from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.emulated import EmulatedDevice, ModelledDriver
+from gpupoold.memory.pinning import IdleLock
 from gpupoold.system.nvml import GpuUse, gpu_use
 from gpupoold.system.process import trim_heap
 from gpupoold.units import format_bytes
@@ -36,24 +37,42 @@ def open_device(
     page_bytes: int,
     rank: int = 0,
     link_bytes_per_s: int = 0,
+    pin_bytes_per_s: int = 0,
+    pinned_limit_bytes: int = -1,
+    locks: Path | None = None,
 ) -> Device:
     """Open the device: of the visible GPUs, the one of this rank.
 
-    ``link_bytes_per_s`` is for an emulated device, see :class:`EmulatedDevice`.
+    ``link_bytes_per_s``, ``pin_bytes_per_s`` and ``pinned_limit_bytes``, 0 or -1 for none, are for
+    an emulated device, see :class:`EmulatedDevice`. ``locks`` is the folder of the files that all
+    workers lock.
 
     Raises:
         Failed: the kind of device is missing, or vLLM was built for another kind.
         CudaError: a call of the driver failed.
         OSError: the host has too little memory for an emulated device.
     """
+
+    def lock(name: str) -> Path | None:
+        return None if locks is None else locks / name
+
     if kind == "emulated":
-        return EmulatedDevice(device_bytes, page_bytes or None, link_bytes_per_s)
+        sizes = device_bytes, page_bytes or None, link_bytes_per_s
+        if not pin_bytes_per_s:
+            return EmulatedDevice(*sizes)
+        driver = ModelledDriver(pin_bytes_per_s, pinned_limit_bytes, lock("driver.lock"))
+        return EmulatedDevice(*sizes, driver, IdleLock(lock("pinning.lock")))
     if not current_platform.is_cuda():
         raise Failed("the installed vLLM was not built for CUDA", "pip install gpupool[cuda]")
     if _NO_STREAMS in sys.modules:
         raise Failed(f"{_NO_STREAMS} is imported: torch has no CUDA streams", "this is a bug")
     return CudaDevice(
-        rank, device_bytes, reserve_bytes, page_bytes or None, compute_streams=compute_streams
+        rank,
+        device_bytes,
+        reserve_bytes,
+        page_bytes or None,
+        compute_streams=compute_streams,
+        idle=IdleLock(lock("pinning.lock")),
     )
 
 

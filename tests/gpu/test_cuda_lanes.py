@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpupoold.memory.cuda import device as cuda_device
+from gpupoold.memory import pinning
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaError
 from gpupoold.memory.device import Copy, Direction, PageRun
@@ -73,7 +73,7 @@ def test_batches_come_in_and_go_out_in_threads_of_their_own(
 def test_copies_cross_registrations(
     device: CudaDevice, address_range: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_device, "_PIN_BYTES", 1 << 20)
+    monkeypatch.setattr(pinning, "PIN_BYTES", 1 << 20)
     buffer = HostBuffer.create("gpu-pieces", 8 << 20)
     data = os.urandom(buffer.num_bytes)
     ctypes.memmove(buffer.address, data, buffer.num_bytes)
@@ -95,7 +95,7 @@ def test_pitfall_21_a_batch_across_registrations_is_refused(
     device: CudaDevice, address_range: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why ``CudaCopyStream`` splits copies."""
-    monkeypatch.setattr(cuda_device, "_PIN_BYTES", 1 << 20)
+    monkeypatch.setattr(pinning, "PIN_BYTES", 1 << 20)
     buffer = HostBuffer.create("gpu-pieces", 2 << 20)
     device.pin(buffer.address, buffer.num_bytes)
     stream = device._driver.create_stream()

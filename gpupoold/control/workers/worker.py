@@ -302,6 +302,11 @@ def arguments_of(settings: Settings, number: int, spare_bytes: int = 0) -> list[
             "--spare-bytes": spare_bytes,
             "--page-bytes": device.page_bytes or 0,
             "--link-bytes-per-s": device.link_bytes_per_s or 0,
+            "--pin-bytes-per-s": device.pin_bytes_per_s or 0,
+            "--pinned-limit-bytes": -1
+            if device.pinned_limit_bytes is None
+            else device.pinned_limit_bytes,
+            "--locks": settings.paths.state_dir,
             "--kv-host-bytes": settings.memory.kv_host_bytes,
             "--compute-threads": compute_threads(settings),
             "--are-threads-set": int("OMP_NUM_THREADS" in os.environ),

@@ -19,15 +19,15 @@ crash the driver (vllm#36753). A worker owns its GPU, and the worker's turn loop
 
 from __future__ import annotations
 
-import threading
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from gpupoold.errors import Failed
 from gpupoold.memory.cuda.driver import CudaCopyStream, CudaDriver, CudaError
-from gpupoold.memory.device import Device, Direction, Fence, PageRun, split_runs
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, PageRun, split_runs
 from gpupoold.memory.libc import node_of, prefer_node
+from gpupoold.memory.pinning import IdleLock, PinnedMemory, StagedCopies, StagedCopyStream
 from gpupoold.units import format_bytes
 
 # A compromise: switches are faster with large pages, KV wastes less in small pages. The driver
@@ -45,12 +45,6 @@ _PIECE_BYTES = 256 << 20
 _BATCH_BYTES = 32 << 20
 # During a load a layer at a time is in the checkpoint's format and in the kernels' format.
 _LOAD_SLACK_BYTES = 1 << 30
-
-# A registration holds driver locks, which all processes share, for 0.1 s per GB, and launches of
-# kernels wait meanwhile: 6 ms for a piece. The cost of more calls is negligible. (vllm#42632 and
-# TensorRT-LLM#17773 register in pieces too. 512 GiB in one call fails with any driver from R580 on,
-# and more than 2 GiB with kernels 6.11 to 6.13.)
-_PIN_BYTES = 64 << 20
 
 
 class CudaDevice(Device):
@@ -79,12 +73,14 @@ class CudaDevice(Device):
         page_bytes: int | None = None,
         driver: CudaDriver | None = None,
         compute_streams: Callable[[], Iterable[int]] = lambda: (0,),  # the legacy default stream
+        idle: IdleLock | None = None,
     ) -> None:
         super().__init__()
         self._driver = CudaDriver() if driver is None else driver
         self._compute_streams = compute_streams
         self._handles: list[int | None] = []  # by page; None while the page is released
-        self._pinned = PinnedMemory(self._driver)
+        self.pinned = PinnedMemory(self._driver, idle)
+        self._staged = StagedCopies(partial(self._open_copy_stream, is_bound=True))
         self._stale = StaleMappings(self._driver.unmap)
         self._driver.open(device_index)
         try:
@@ -186,19 +182,32 @@ class CudaDevice(Device):
             self._let_compute_wait()
 
     def copy_in(self, address: int, source: int, num_bytes: int) -> None:
-        for offset, length in self._pinned.split(source, num_bytes):
-            self._driver.copy_in(address + offset, source + offset, length, self._in_stream)
+        for offset, length, is_pinned in self.pinned.split(source, num_bytes):
+            part = Copy(address + offset, source + offset, length)
+            if is_pinned:
+                self._driver.copy_in(*part, self._in_stream)
+            else:
+                self._staged.copy(Direction.IN, part)
 
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
         """Copy to the host, after the kernels launched earlier have finished."""
         self._wait_for_compute()
-        for offset, length in self._pinned.split(target, num_bytes):
-            self._driver.copy_out(target + offset, address + offset, length, self._out_stream)
+        for offset, length, is_pinned in self.pinned.split(target, num_bytes):
+            part = Copy(target + offset, address + offset, length)
+            if is_pinned:
+                self._driver.copy_out(*part, self._out_stream)
+            else:
+                self._staged.copy(Direction.OUT, part)
 
-    def open_copy_stream(self, direction: Direction) -> CudaCopyStream:
+    def open_copy_stream(self, direction: Direction) -> CopyStream:
         """Open a copy stream with a separate CUDA stream."""
-        split = self._pinned.split
-        return CudaCopyStream(self._driver, direction, self._compute_streams, split)
+        return self._open_copy_stream(direction)
+
+    def open_copy_streams(self, direction: Direction) -> list[CopyStream]:
+        """Open a copy stream whose buffers are pinned before models' memory."""
+        copy_stream = self._open_copy_stream(direction)
+        copy_stream.open_buffers()
+        return [copy_stream]
 
     def synchronize(self) -> None:
         """Wait for the copies started earlier; the wait counts as copy time."""
@@ -210,16 +219,25 @@ class CudaDevice(Device):
     def pin(self, address: int, num_bytes: int) -> None:
         """Pin a range; missing pages are allocated near the device."""
         with prefer_node(self.numa_node):
-            self._pinned.pin(address, num_bytes)
+            self.pinned.pin(address, num_bytes)
+
+    def pin_later(self, address: int, num_bytes: int) -> None:
+        self.pinned.pin_later(address, num_bytes)
+
+    def set_live(self, is_live: bool) -> None:
+        self.pinned.idle.set_live(is_live)
+
+    def unpinned(self) -> tuple[int, str]:
+        return self.pinned.unpinned_bytes, self.pinned.problem
 
     def unpin(self, address: int, num_bytes: int) -> None:
         """Unpin a range, after the copies started earlier have finished.
 
         Raises:
-            ValueError: the range was not pinned as a whole.
+            ValueError: the range is another than that of ``pin``.
         """
         self.synchronize()
-        self._pinned.unpin(address, num_bytes)
+        self.pinned.unpin(address, num_bytes)
 
     def release_memory(self, runs: list[PageRun]) -> None:
         self._stale.remove_all()  # memory with a mapping would not become free
@@ -236,7 +254,8 @@ class CudaDevice(Device):
         self._wait_for_compute()
         self.synchronize()
         self._stale.remove_all()
-        self._pinned.close()
+        self._staged.close()
+        self.pinned.close()
         self._driver.destroy_event(self._filled)
         self._driver.destroy_stream(self._in_stream)
         self._driver.destroy_stream(self._out_stream)
@@ -291,6 +310,12 @@ class CudaDevice(Device):
         else:
             self.copy_in(address, source, num_bytes)
 
+    def _open_copy_stream(
+        self, direction: Direction, *, is_bound: bool = False
+    ) -> StagedCopyStream:
+        own = CudaCopyStream(self._driver, direction, self._compute_streams, is_bound=is_bound)
+        return StagedCopyStream(own, direction, self.pinned, self.copy_batch_bytes)
+
     def _wait_for_compute(self) -> None:
         for stream in self._compute_streams():
             self._driver.synchronize_stream(stream)
@@ -308,77 +333,6 @@ def _num_pages(runs: list[PageRun]) -> int:
 
 def _pages(runs: list[PageRun]) -> Iterator[int]:
     return (page for run in runs for page in range(run.first, run.end))
-
-
-class PinnedMemory:
-    """The registered ranges of one device's context, for any thread."""
-
-    def __init__(self, driver: CudaDriver) -> None:
-        self._driver = driver
-        self._ends: dict[int, int] = {}  # start → end of each registration
-        self._bounds: list[int] = []  # sorted; replaced as a whole: ``split`` takes no lock
-        self._lock = threading.Lock()
-
-    def pin(self, address: int, num_bytes: int) -> None:
-        """Register a range. Its pages should exist: CUDA creates missing pages with one thread.
-
-        Raises:
-            CudaError: the driver refused; nothing is registered.
-        """
-        end = address + num_bytes
-        done: dict[int, int] = {}
-        try:
-            for start in range(address, end, _PIN_BYTES):
-                length = min(_PIN_BYTES, end - start)
-                self._driver.register_host(start, length)
-                done[start] = start + length
-        except CudaError:
-            for start in done:
-                self._driver.unregister_host(start)
-            raise
-        with self._lock:
-            self._ends |= done
-            self._note_bounds()
-
-    def unpin(self, address: int, num_bytes: int) -> None:
-        """Undo a ``pin`` of the same range; no copy may use the range.
-
-        Raises:
-            ValueError: the range was not pinned as a whole.
-        """
-        starts = range(address, address + num_bytes, _PIN_BYTES)
-        if any(start not in self._ends for start in starts):
-            raise ValueError(f"{num_bytes} bytes at {address:#x} are not pinned")
-        for start in starts:
-            self._driver.unregister_host(start)
-        with self._lock:
-            for start in starts:
-                del self._ends[start]
-            self._note_bounds()
-
-    def split(self, address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yield ``(offset, num_bytes)`` of parts of a host range, each within one registration.
-
-        CUDA refuses a copy that touches two registrations, or one and other memory. An empty range
-        yields nothing.
-        """
-        end = address + num_bytes
-        bounds = self._bounds
-        inner = bounds[bisect_right(bounds, address) : bisect_left(bounds, end)]
-        start = address
-        for bound in (*inner, end):
-            if bound > start:
-                yield start - address, bound - start
-            start = bound
-
-    def close(self) -> None:
-        for start in self._ends:
-            self._driver.unregister_host(start)
-        self._ends.clear()
-        self._note_bounds()
-
-    def _note_bounds(self) -> None:
-        self._bounds = sorted({*self._ends, *self._ends.values()})
 
 
 class CudaFence(Fence):

@@ -289,13 +289,14 @@ class CudaDriver:
 class CudaCopyStream:
     """A copy stream backed by a CUDA stream; every method raises ``CudaError``.
 
-    ``split`` cuts a host range at the bounds of registrations. The turn loop's thread calls
-    ``fence``, any thread ``close``, and the copy stream's thread all other methods.
+    No copy crosses the bounds of a registration. The turn loop's thread calls ``fence``, any thread
+    ``close``, and the copy stream's thread all other methods. ``is_bound``: the context is current
+    in that thread.
 
     A batch of copies is one driver call if the driver supports batches: separate calls cost 4 us
     each, which would limit blocks of 32 KiB to 8 GB/s. Inside a batch call, host-to-device copies
     below 28 KiB are slow too (7 GB/s; 44 GB/s above), so callers join adjacent pieces. One bad copy
-    fails the whole call, hence no copy is empty or crosses two registrations.
+    fails the whole call, hence no copy is empty.
     """
 
     def __init__(
@@ -303,13 +304,13 @@ class CudaCopyStream:
         driver: CudaDriver,
         direction: Direction,
         compute_streams: Callable[[], Iterable[int]],
-        split: Callable[[int, int], Iterable[tuple[int, int]]],
+        *,
+        is_bound: bool = False,
     ) -> None:
         self._driver = driver
         self._is_in = direction is Direction.IN
         self._compute_streams = compute_streams
-        self._split = split
-        self._is_bound = False
+        self._is_bound = is_bound
         self._can_batch = driver.can_copy_batches()
         self._stream = driver.create_stream()
         self._fence_events = _EventPool(driver.create_event)
@@ -335,7 +336,7 @@ class CudaCopyStream:
             self._driver.bind_thread()
             self._is_bound = True
         self._pass_fences(after)
-        parts = [part for copy in copies for part in self._parts(copy)]
+        parts = [part for copy in copies for part in _parts(copy)]
         if self._can_batch and len(parts) > 1:
             for first in range(0, len(parts), _MAX_COPIES_PER_CALL):
                 self._driver.copy_batch(parts[first : first + _MAX_COPIES_PER_CALL], self._stream)
@@ -382,12 +383,11 @@ class CudaCopyStream:
             # The events can be reused: the stream waits for their state at the time of the call.
             self._fence_events.give_back(events)
 
-    def _parts(self, copy: Copy) -> Iterator[Copy]:
-        target, source, num_bytes = copy
-        for offset, length in self._split(source if self._is_in else target, num_bytes):
-            for at in range(offset, offset + length, _MAX_COPY_BYTES):
-                part = min(_MAX_COPY_BYTES, offset + length - at)
-                yield Copy(target + at, source + at, part)
+
+def _parts(copy: Copy) -> Iterator[Copy]:
+    target, source, num_bytes = copy
+    for at in range(0, num_bytes, _MAX_COPY_BYTES):
+        yield Copy(target + at, source + at, min(_MAX_COPY_BYTES, num_bytes - at))
 
 
 class _EventPool:

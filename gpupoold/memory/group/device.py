@@ -142,6 +142,19 @@ class GroupDevice(Device):
         """Pin the leader's memory; followers pin their own in ``map_host`` and in a load."""
         self._own.pin(address, num_bytes)
 
+    def pin_later(self, address: int, num_bytes: int) -> None:
+        self._own.pin_later(address, num_bytes)
+
+    def set_live(self, is_live: bool) -> None:
+        self._own.set_live(is_live)
+
+    def unpinned(self) -> tuple[int, str]:
+        """Return the leader's unpinned bytes, and the reason."""
+        return self._own.unpinned()
+
+    def wait_for_driver(self) -> None:
+        self._own.wait_for_driver()
+
     def unpin(self, address: int, num_bytes: int) -> None:
         number = self.regions.pop(address)
         if number is not None:
@@ -479,13 +492,13 @@ class FollowerMemory:
         self._copy_streams[stream].record_fence(number)
 
     def map_host(self, number: int, num_bytes: int, fd: int) -> None:
-        """Map and pin this rank's part of shared host memory, as a region."""
+        """Map this rank's part of shared host memory, as a region."""
         buffer = HostBuffer(fd, num_bytes, self._rank * num_bytes, is_populated=False)
         self.pin_host(number, buffer)
 
     def pin_host(self, number: int, buffer: HostBuffer) -> None:
-        """Pin a buffer, and register it as a region that owns the buffer."""
-        self._device.pin(buffer.address, buffer.num_bytes)
+        """Register a buffer as a region that owns the buffer, and is pinned in idle moments."""
+        self._device.pin_later(buffer.address, buffer.num_bytes)
         self.regions.add(number, buffer.address, functools.partial(self._unpin, buffer))
 
     def _unpin(self, buffer: HostBuffer) -> None:

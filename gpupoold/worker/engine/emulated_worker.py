@@ -7,8 +7,10 @@ synchronisation by dummies in the whole process.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -43,6 +45,12 @@ class EmulatedWorker(PooledMemory, CPUWorker):
         CpuPlatform.get_punica_wrapper = classmethod(  # type: ignore[method-assign]
             lambda _: f"{MaskedAdapters.__module__}.{MaskedAdapters.__qualname__}"
         )
+        self._device = current_load().device
         super().load_model(load_dummy_weights=load_dummy_weights)
         layers = self.model_runner.compilation_config.static_forward_context
         check_first_inputs(current_load().name, layers)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run a step, whose launches a modelled driver may delay."""
+        self._device.wait_for_driver()
+        return super().execute_model(scheduler_output)

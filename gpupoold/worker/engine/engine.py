@@ -151,7 +151,8 @@ class ModelEngine:
     ) -> HostBuffer:
         """Serve another model of the family after :meth:`vacate`, called ``name`` here.
 
-        ``snapshot`` is pinned. Returns the former model's, which the caller unpins and closes.
+        ``snapshot`` is given to ``pin_later`` before. Returns the former model's, which the caller
+        unpins and closes.
         """
         former = self.weights.detach_snapshot()
         self.weights.attach_snapshot(snapshot)

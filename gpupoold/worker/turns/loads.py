@@ -292,12 +292,7 @@ class EngineLoader:
     ) -> ModelEngine:
         """Let an engine of the family serve the model; close both after an error."""
         engine, grammars = kept
-        try:
-            self.device.pin(snapshot.address, snapshot.num_bytes)
-        except BaseException:
-            snapshot.close()
-            self.turns.call(engine.close)
-            raise
+        self.device.pin_later(snapshot.address, snapshot.num_bytes)
         former: HostBuffer = self.turns.call(
             engine.bind,
             message.model.name,

@@ -335,6 +335,7 @@ class TurnLoop:
         for arrived, slot in self.migrations.arrived():
             self.steps.settle()
             self._add_request(arrived, slot)
+        self.own.device.set_live(not self.ledger.is_idle())
 
     def _wait_for_message(self, wait_s: float) -> m.ToWorker | None:
         if self._models.snapshots.is_busy:

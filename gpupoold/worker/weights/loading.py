@@ -243,14 +243,8 @@ class ModelLoad:
             own = self._buffer("slots", num_slot_pages)
             self.slot_bytes = own.num_bytes
         address_range = AddressRange(self.device, self._pool, self._num_weight_pages)
-        try:
-            self._hold(address_range, snapshot, own)
-        except BaseException:
-            address_range.close()
-            if own is not None:
-                own.close()
-            raise
-        if is_new:  # after pinning: GPU copies to unpinned memory are ten times slower
+        self._hold(address_range, snapshot, own)
+        if is_new:
             copy_out(layout, snapshot.address, self.device, self._in_place)
         relocate(layout, address_range.address, self.device)
         if own is not None:

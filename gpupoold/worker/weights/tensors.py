@@ -187,7 +187,7 @@ def _layer_ends(layout: WeightLayout, order: NeedOrder) -> tuple[int, ...]:
 def copy_out(
     layout: WeightLayout, snapshot_address: int, device: Device, written: Collection[int] = ()
 ) -> None:
-    """Write the snapshot: each storage at its offset in host memory pinned by ``device``.
+    """Write the snapshot: each storage at its offset in host memory.
 
     The storages at the addresses ``written`` are in the snapshot already.
     """
@@ -198,7 +198,7 @@ def copy_out(
             continue
         done.add(storage.data_ptr())
         address = snapshot_address + layout.offsets[storage.data_ptr()]
-        if tensor.is_cuda:  # torch would copy across two registrations, which CUDA refuses
+        if tensor.is_cuda:  # torch would copy across registrations, which CUDA refuses
             device.copy_out(address, storage.data_ptr(), storage.nbytes())
         else:
             source = torch.empty(0, dtype=torch.int8).set_(storage)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpupoold.memory.cuda import device as cuda_pinning
+from gpupoold.memory import pinning
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.device import AddressRange, Copy, CopyStream, Direction, PagePool
 from gpupoold.memory.host import HostBuffer, KvHostCache
@@ -257,14 +258,14 @@ def test_pitfall_29_two_threads_that_pin_lose_no_registration(
     """The turn loop loads a model while another thread pins the snapshot of a second one."""
     is_slow, other_is_done = threading.Event(), threading.Event()
 
-    def slow_sorted(values: Iterable[int]) -> list[int]:
-        found = sorted(values)
+    def slow_bisect(values: Sequence[int], value: int) -> int:
+        found = bisect_left(values, value)
         if not is_slow.is_set():
             is_slow.set()
             other_is_done.wait(0.2)  # the thread has lost its turn here
         return found
 
-    monkeypatch.setattr(cuda_pinning, "sorted", slow_sorted, raising=False)
+    monkeypatch.setattr(pinning, "bisect_left", slow_bisect)
     copy_stream = device.open_copy_stream(Direction.IN)
     with ThreadPoolExecutor(
         1, "snapshots", lambda: copy_stream.wait(copy_stream.begin([], 0))

@@ -13,8 +13,6 @@ torch = pytest.importorskip("torch", reason="the engine is not installed")
 
 from torch import Tensor, nn  # noqa: E402
 
-from gpupoold.memory.cuda.device import CudaDevice  # noqa: E402
-from gpupoold.memory.cuda.driver import CudaError  # noqa: E402
 from gpupoold.memory.device import (  # noqa: E402
     AddressRange,
     Direction,
@@ -29,7 +27,6 @@ from gpupoold.wire.messages import RunTurn  # noqa: E402
 from gpupoold.worker.turns.requests import Orders  # noqa: E402
 from gpupoold.worker.weights import tensors  # noqa: E402
 from gpupoold.worker.weights.loading import ModelLoad  # noqa: E402
-from tests.unit.memory.fake_cuda import FakeCuda  # noqa: E402
 from tests.unit.memory.rig import PAGE, GatedCopyStream, pattern, read, write  # noqa: E402
 from tests.unit.worker.kv.residency_box import WEIGHT_PAGES, Box  # noqa: E402
 
@@ -218,17 +215,6 @@ def test_pitfall_28_a_copy_that_hangs_stops_no_other_model() -> None:
     gate.allow()
     box.switch_in("b")
     box.close()
-
-
-def test_pitfall_29_a_load_that_cannot_pin_gives_its_addresses_back() -> None:
-    driver = FakeCuda(NUM_PAGES * PAGE)
-    device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
-    load = ModelLoad("model", device, PagePool(NUM_PAGES))
-    driver.fail_at["register_host"] = 1
-    with pytest.raises(CudaError, match="register_host"), load.active():
-        load.take_weights(Loaded())
-    device.close()
-    assert driver.leaks == {}
 
 
 def test_pitfall_30_the_null_block_is_there_whenever_a_model_runs(tight_box: Box) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpupoold.memory.cuda import device as cuda_device, driver as cuda_copy_stream
+from gpupoold.memory import pinning
+from gpupoold.memory.cuda import driver as cuda_copy_stream
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.cuda.driver import CudaCopyStream, CudaError
-from gpupoold.memory.device import Copy, Direction, PageRun
+from gpupoold.memory.cuda.driver import CudaError
+from gpupoold.memory.device import Copy, CopyStream, Direction, PageRun
 from gpupoold.memory.host import HostBuffer
 from tests.unit.memory.cuda_rig import (
     COMPUTE,
@@ -23,14 +24,15 @@ from tests.unit.memory.cuda_rig import (
 )
 from tests.unit.memory.fake_cuda import FakeCuda
 
-OpenCopyStream = Callable[[Direction], CudaCopyStream]
+OpenCopyStream = Callable[[Direction], CopyStream]
 
 
 @pytest.fixture
-def open_copy_stream(device: CudaDevice) -> Iterator[OpenCopyStream]:
-    copy_streams: list[CudaCopyStream] = []
+def open_copy_stream(device: CudaDevice, snapshot: HostBuffer) -> Iterator[OpenCopyStream]:
+    device.pin(snapshot.address, snapshot.num_bytes)
+    copy_streams: list[CopyStream] = []
 
-    def make(direction: Direction) -> CudaCopyStream:
+    def make(direction: Direction) -> CopyStream:
         copy_streams.append(device.open_copy_stream(direction))
         return copy_streams[-1]
 
@@ -231,7 +233,8 @@ class TestBadDescriptors:
         snapshot: HostBuffer,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(cuda_device, "_PIN_BYTES", 3 * PAGE)
+        monkeypatch.setattr(pinning, "PIN_BYTES", 3 * PAGE)
+        device.unpin(snapshot.address, 16 * PAGE)
         device.pin(snapshot.address, 16 * PAGE)
         copy_stream = open_copy_stream(Direction.IN)
         copy_stream.wait(

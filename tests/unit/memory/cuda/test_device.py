@@ -242,6 +242,7 @@ class TestFilling:
         self, driver: FakeCuda, snapshot: HostBuffer, small_pieces: None
     ) -> Iterator[CudaDevice]:
         opened = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
+        opened.pin(snapshot.address, snapshot.num_bytes)
         yield opened
         opened.close()
         assert driver.leaks == {}
@@ -350,6 +351,7 @@ class TestCopies:
     def test_in_and_out_have_a_stream_each(
         self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
     ) -> None:
+        device.pin(snapshot.address, snapshot.num_bytes)
         address_range = device.reserve(2)
         device.map(address_range, [PageRun(0, 2)])
         device.copy_in(address_range, snapshot.address, PAGE)

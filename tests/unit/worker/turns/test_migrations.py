@@ -405,14 +405,15 @@ class TestPeersOfAGpu:
         gpu.migrations._thread.submit(int).result(WAIT_S)
         assert [slot is not None for slot in gpu.slots(there, "q")] == [True]
 
-    def test_whose_memory_cannot_be_registered(
-        self, gpu: Gpu, there: Worker, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_whose_memory_cannot_be_registered(self, gpu: Gpu, there: Worker) -> None:
+        """Copies then pass through buffers."""
+        there.engine.ask("q", 1)
         gpu.driver.fail_at["register_host"] = 1
         gpu.driver.may_register.set()
         self.know(gpu, there)
-        self.wait_until(lambda: "cannot be pinned" in caplog.text)
-        assert gpu.slots(there, "r") == [None]
+        gpu.migrations._thread.submit(int).result(WAIT_S)
+        assert [slot is not None for slot in gpu.slots(there, "q")] == [True]
+        assert gpu.device.unpinned()[0] > 0
 
     def test_that_dies_while_its_memory_is_being_registered(self, gpu: Gpu, there: Worker) -> None:
         self.know(gpu, there)

@@ -1,0 +1,287 @@
+"""Host memory registered with the fake driver, which refuses what CUDA refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from gpupoold.memory import pinning
+from gpupoold.memory.cuda import device as cuda
+from gpupoold.memory.cuda.device import CudaDevice
+from gpupoold.memory.device import Copy, Direction
+from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.pinning import IdleLock, PinnedMemory
+from tests.unit.memory.cuda_rig import PAGE, host_pages, mapped, page_of
+from tests.unit.memory.fake_cuda import FakeCuda
+
+
+def test_pitfalls_17_and_18_no_call_registers_more_than_64_mib(
+    device: CudaDevice, driver: FakeCuda
+) -> None:
+    """512 GiB at once fail, and each call keeps other threads' launches waiting."""
+    device.pin(1 << 45, (5 << 25) + PAGE)  # the fake touches nothing
+    assert list(driver.registrations.values()) == [64 << 20, 64 << 20, (32 << 20) + PAGE]
+    device.unpin(1 << 45, (5 << 25) + PAGE)
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "PIN_BYTES", 6 * PAGE)
+
+
+@pytest.mark.usefixtures("pieces")
+class TestPinning:
+    def test_in_pieces(self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer) -> None:
+        device.pin(snapshot.address, 16 * PAGE)
+        start = snapshot.address
+        assert driver.registrations == {
+            start: 6 * PAGE,
+            start + 6 * PAGE: 6 * PAGE,
+            start + 12 * PAGE: 4 * PAGE,
+        }
+        device.unpin(snapshot.address, 16 * PAGE)
+        assert driver.registrations == {}
+
+    def test_pitfall_17_no_copy_touches_two_registrations(
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
+    ) -> None:
+        device.pin(snapshot.address, 14 * PAGE)  # what is not pinned is another piece
+        before = host_pages(snapshot.address, range(16))
+        with mapped(device, 16) as address_range:
+            device.copy_in(address_range, snapshot.address, 16 * PAGE)  # the fake would object
+            device.synchronize()
+            assert driver.kernel_read(address_range, 16 * PAGE) == before
+            device.copy_out(snapshot.address + 5 * PAGE + 1, address_range, 8 * PAGE)
+            device.synchronize()
+            assert ctypes.string_at(snapshot.address + 5 * PAGE + 1, 8 * PAGE) == before[: 8 * PAGE]
+        device.unpin(snapshot.address, 14 * PAGE)
+
+    def test_what_the_driver_refuses_is_tried_again_when_other_memory_is_unpinned(
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
+    ) -> None:
+        device.pin(snapshot.address + 12 * PAGE, 4 * PAGE)
+        driver.fail_at["register_host"] = 3
+        device.pin(snapshot.address, 12 * PAGE)
+        pinned = device.pinned
+        assert "register_host" in pinned.problem
+        assert pinned.unpinned_bytes == 6 * PAGE
+        device.unpin(snapshot.address + 12 * PAGE, 4 * PAGE)
+        until(lambda: not pinned.unpinned_bytes)
+        assert pinned.problem == ""
+
+    def test_unpinning_what_is_not_pinned_is_an_error(
+        self, device: CudaDevice, snapshot: HostBuffer
+    ) -> None:
+        device.pin(snapshot.address, 6 * PAGE)
+        with pytest.raises(ValueError, match="not pinned"):
+            device.unpin(snapshot.address, 16 * PAGE)
+
+    def test_the_devices_own_copies_end_before_unpinning(
+        self, device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
+    ) -> None:
+        device.pin(snapshot.address, 16 * PAGE)
+        with mapped(device, 1) as address_range:
+            device.copy_in(address_range, snapshot.address, PAGE)
+            device.unpin(snapshot.address, 16 * PAGE)
+            assert driver.read(address_range, PAGE) == page_of(0)
+
+    def test_a_copy_streams_copies_must_have_been_waited_for(
+        self, device: CudaDevice, snapshot: HostBuffer
+    ) -> None:
+        """Guards the fake: it must be able to see a missing wait."""
+        device.pin(snapshot.address, 16 * PAGE)
+        copy_stream = device.open_copy_stream(Direction.IN)
+        with mapped(device, 1) as address_range:
+            batch = copy_stream.begin(
+                [Copy(address_range, snapshot.address, PAGE)], copy_stream.fence()
+            )
+            with pytest.raises(AssertionError, match="a copy is running there"):
+                device.unpin(snapshot.address, 16 * PAGE)
+            copy_stream.wait(batch)
+            device.unpin(snapshot.address, 16 * PAGE)
+        copy_stream.close()
+
+    def test_close_unpins(self, driver: FakeCuda, snapshot: HostBuffer) -> None:
+        device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
+        device.pin(snapshot.address, 16 * PAGE)
+        device.close()
+        assert driver.leaks == {}
+
+
+def test_pages_that_pinning_makes_come_from_the_devices_node(
+    device: CudaDevice, snapshot: HostBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def prefer(node: int) -> nullcontext[None]:
+        asked.append(node)
+        return nullcontext()
+
+    monkeypatch.setattr(cuda, "prefer_node", prefer)
+    device.numa_node = 1
+    device.pin(snapshot.address, PAGE)
+    assert asked == [1]
+
+
+@given(
+    pinned=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4),
+    address=st.integers(0, 60),
+    num_bytes=st.integers(0, 60),
+)
+def test_parts_make_up_the_range_and_cross_no_edge(
+    pinned: list[tuple[int, int]], address: int, num_bytes: int
+) -> None:
+    driver = FakeCuda(0)
+    driver.open(0)
+    memory = PinnedMemory(driver)
+    edges: set[int] = set()
+    for start, length in pinned:
+        if not any(start < end and begin < start + length for begin, end in _ranges(driver)):
+            memory.pin(start, length)
+            edges |= {start, start + length}
+    parts = list(memory.split(address, num_bytes))
+    at = 0
+    for offset, length, is_pinned in parts:
+        assert offset == at
+        assert length > 0
+        assert is_pinned == any(start <= address + offset < end for start, end in _ranges(driver))
+        inside = range(address + offset + 1, address + offset + length)
+        assert not edges & set(inside)
+        at += length
+    assert at == num_bytes
+    assert len(parts) <= 1 + len(edges)
+    if num_bytes and not edges & set(range(address + 1, address + num_bytes)):
+        assert len(parts) == 1
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("num_pinned", [0, 5, 16])
+def test_copies_of_memory_that_is_not_pinned_have_the_right_bytes(
+    device: CudaDevice,
+    driver: FakeCuda,
+    snapshot: HostBuffer,
+    monkeypatch: pytest.MonkeyPatch,
+    direction: Direction,
+    num_pinned: int,
+) -> None:
+    """Through buffers of three pages, of which the driver has two in use."""
+    monkeypatch.setattr(device, "copy_batch_bytes", 3 * PAGE)
+    if num_pinned:
+        device.pin(snapshot.address, num_pinned * PAGE)
+    before = host_pages(snapshot.address, range(16))
+    with mapped(device, 16) as address_range:
+        copies = [
+            Copy(address_range + page * PAGE, snapshot.address + page * PAGE, 2 * PAGE)
+            for page in range(0, 16, 2)
+        ]
+        copy_stream = device.open_copy_stream(Direction.IN)
+        batches = [copy_stream.begin([copy], copy_stream.fence()) for copy in copies]
+        copy_stream.wait(batches[-1])
+        assert driver.kernel_read(address_range, 16 * PAGE) == before
+        if direction is Direction.OUT:
+            ctypes.memset(snapshot.address, 0, 16 * PAGE)
+            out = device.open_copy_stream(Direction.OUT)
+            back = [Copy(copy.source, copy.target, copy.num_bytes) for copy in copies]
+            first = out.begin(back[:4], out.fence())
+            last = out.begin(back[4:], out.fence())
+            out.wait(first)
+            assert host_pages(snapshot.address, range(8)) == before[: 8 * PAGE]
+            out.wait(last)
+            assert host_pages(snapshot.address, range(16)) == before
+            out.close()
+        copy_stream.close()
+
+
+def test_the_devices_own_copies_of_such_memory_have_the_right_bytes(
+    device: CudaDevice, driver: FakeCuda, snapshot: HostBuffer
+) -> None:
+    before = host_pages(snapshot.address, range(16))
+    with mapped(device, 16) as address_range:
+        device.copy_in(address_range, snapshot.address, 16 * PAGE)
+        device.synchronize()
+        assert driver.kernel_read(address_range, 16 * PAGE) == before
+        ctypes.memset(snapshot.address, 0, 16 * PAGE)
+        device.copy_out(snapshot.address, address_range, 16 * PAGE)
+        device.synchronize()
+    assert host_pages(snapshot.address, range(16)) == before
+
+
+@pytest.mark.usefixtures("pieces")
+class TestIdleMoments:
+    @pytest.fixture
+    def live(self, tmp_path: Path) -> Iterator[IdleLock]:
+        """Another worker of the machine, with live requests."""
+        lock = IdleLock(tmp_path / "live")
+        lock.set_live(True)
+        yield lock
+        lock.close()
+
+    @pytest.fixture
+    def memory(self, driver: FakeCuda, live: IdleLock, tmp_path: Path) -> Iterator[PinnedMemory]:
+        driver.open(0)
+        made = PinnedMemory(driver, IdleLock(tmp_path / "live"))
+        yield made
+        made.close()
+        assert driver.registrations == {}
+
+    def test_memory_is_pinned_when_no_worker_has_live_requests(
+        self,
+        memory: PinnedMemory,
+        live: IdleLock,
+        driver: FakeCuda,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(pinning, "_LIVE_INTERVAL_S", 600.0)
+        memory.pin_later(1 << 45, 16 * PAGE)
+        time.sleep(0.05)
+        assert driver.registrations == {}
+        memory.close()
+        assert memory.unpinned_bytes == 0
+        memory = PinnedMemory(driver, IdleLock())
+        live.set_live(False)
+        memory.pin_later(1 << 45, 16 * PAGE)
+        until(lambda: not memory.unpinned_bytes)
+        assert len(driver.registrations) == 3
+        memory.close()
+
+    def test_beside_live_requests_a_piece_at_a_time_of_the_range_used_last(
+        self, memory: PinnedMemory, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pinning, "_LIVE_INTERVAL_S", 0.05)
+        first, second, third = (number << 40 for number in (1, 2, 3))
+        for address in (first, second, third):
+            memory.pin_later(address, 12 * PAGE)
+        assert [part.is_pinned for part in memory.split(second, 12 * PAGE)] == [False]
+        until(lambda: not memory.unpinned_bytes)
+        order = [address >> 40 for call, address, _ in driver.log if call == "register_host"]
+        assert order in ([2, 2, 1, 1, 3, 3], [1, 2, 2, 1, 3, 3])  # the thread may be faster
+
+    def test_memory_that_is_unpinned_meanwhile_is_not_pinned_any_more(
+        self, memory: PinnedMemory, live: IdleLock, driver: FakeCuda
+    ) -> None:
+        memory.pin_later(1 << 40, 600 * PAGE)
+        memory.pin_later(2 << 40, 600 * PAGE)
+        live.set_live(False)
+        until(lambda: bool(driver.registrations))
+        memory.unpin(1 << 40, 600 * PAGE)
+        memory.unpin(2 << 40, 600 * PAGE)
+        assert driver.registrations == {}
+        with pytest.raises(ValueError, match="not pinned"):
+            memory.unpin(2 << 40, 600 * PAGE)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def _ranges(driver: FakeCuda) -> list[tuple[int, int]]:
+    return [(start, start + length) for start, length in driver.registrations.items()]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.config.utils import hash_factors, normalize_value
@@ -42,7 +42,7 @@ from gpupoold.memory.host import HostBuffer
 from gpupoold.worker.engine.configuration import parallel_arguments, refusal
 from gpupoold.worker.engine.layer_gates import LayerGates
 from gpupoold.worker.process import set_group_environment
-from gpupoold.worker.threads import HEAP, use_load_threads
+from gpupoold.worker.threads import HEAP, TurnThread, use_load_threads
 from gpupoold.worker.weights.loading import ModelLoad, current_load, register_snapshot_format
 from gpupoold.worker.weights.rank_loads import LeaderLoad
 from gpupoold.worker.weights.stages import LoadStage
@@ -290,6 +290,26 @@ def start_load(*, skips_checkpoint: bool) -> None:
     HEAP.freeze()
 
 
+@contextlib.contextmanager
+def tracing_alone(turns: TurnThread) -> Iterator[None]:
+    """Keep engines from stepping while a model is traced inside the context.
+
+    vLLM traces the modules of Transformers to replace parts of them. Meanwhile torch's tracer
+    replaces the call of modules in the whole process, so that a step of another model would fail.
+    """
+    trace = fx.Tracer.trace
+
+    def trace_alone(tracer: fx.Tracer, *arguments: Any, **options: Any) -> fx.Graph:
+        with turns.held():
+            return trace(tracer, *arguments, **options)
+
+    fx.Tracer.trace = trace_alone  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        fx.Tracer.trace = trace  # type: ignore[method-assign]
+
+
 class RankExecutor(UniProcExecutor):
     """vLLM's executor of a group's leader: the own worker here, the followers' by messages.
 
@@ -442,7 +462,7 @@ class PooledMemory:
 @contextlib.contextmanager
 def _reading(load: ModelLoad, config: VllmConfig) -> Iterator[None]:
     reads = load.stages.during_calls(LoadStage.READ, DefaultModelLoader, "load_weights")
-    with reads, load.reading(config):
+    with reads, load.reading(config), tracing_alone(load.turns):
         yield
 
 

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.platforms import current_platform
 
 from gpupoold.memory import libc
 from gpupoold.worker.weights.tensors import host_bytes
@@ -54,9 +55,17 @@ def may_be_in_place(config: VllmConfig, *load_formats: str) -> bool:
 
 def is_plain(model: nn.Module) -> bool:
     """Return whether vLLM leaves all weights as they are in the checkpoint."""
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    has_own_step = hasattr(model, "process_weights_after_loading")
-    return not has_own_step and all(method is None or type(method) in _PLAIN for method in methods)
+    if hasattr(model, "process_weights_after_loading"):
+        return False
+    for module in model.modules():
+        method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
+        is_packed = current_platform.is_cpu() and isinstance(weight, torch.Tensor)
+        # vLLM's CPU build packs the weights of convolutions in bfloat16.
+        if is_packed and weight.dtype is torch.bfloat16 and weight.ndim > 2:
+            return False
+        if method is not None and type(method) not in _PLAIN:
+            return False
+    return True
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parents[2] / "tests" / "templates"
 RECIPE_FILE = "gpupool_family.json"
-_VERSION = 1
+_VERSION = 2
 
 # Standard deviations in units of 1/sqrt(fan_in), as in the checkpoints of `tiny.py`.
 _QUERY_KEY_GAIN = 2.0
@@ -144,7 +144,7 @@ def _draw(name: str, parameter: torch.Tensor, family: Family, *, tied: bool) -> 
 
 def _embedding_std(family: Family) -> float:
     """Gemma multiplies embeddings by the square root of the width."""
-    is_scaled = family.model_type.startswith("gemma")
+    is_scaled = "gemma" in family.model_type
     return _TIED_STD / math.sqrt(HIDDEN_SIZE) if is_scaled else _TIED_STD
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.families.checks import GroupCheck
@@ -139,7 +140,9 @@ class Schedule(GroupCheck):
         self._load(second, self.families[0], is_kept=False)
 
     def _load(self, place: Place, family: Family, *, is_kept: bool) -> None:
-        path, snapshot = self._paths[family.name], self._kept[family]
+        path = self._paths[family.name]
+        # A model that takes over an engine can be read without one.
+        snapshot = None if is_kept and self._rng.random() < 0.3 else self._kept[family]
         loaded = place.worker.load_family(family, path, snapshot, profiling_budget_s=0.0)
         assert not loaded.snapshot_problem, loaded.snapshot_problem
         assert bool(loaded.engine_of) == is_kept, f"took over {loaded.engine_of!r}"
@@ -257,7 +260,8 @@ class Schedule(GroupCheck):
 def _end(place: Place) -> None:
     if place.worker.process.poll() is None:
         place.worker.process.terminate()
-        place.worker.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            place.worker.kill()
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +271,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainVllm]:
 
 
 # The first fine-tunes of this family answer without regard to the image.
-SEEDS = {"gemma3-vision": 3}
+SEEDS = {"gemma3-vision": 5}
 
 
 def tuned(family: Family, base: Path, target: Path) -> Path:

@@ -303,11 +303,11 @@ def tracing_alone(turns: TurnThread) -> Iterator[None]:
         with turns.held():
             return trace(tracer, *arguments, **options)
 
-    fx.Tracer.trace = trace_alone  # type: ignore[method-assign]
+    setattr(fx.Tracer, "trace", trace_alone)  # noqa: B010
     try:
         yield
     finally:
-        fx.Tracer.trace = trace  # type: ignore[method-assign]
+        setattr(fx.Tracer, "trace", trace)  # noqa: B010
 
 
 class RankExecutor(UniProcExecutor):

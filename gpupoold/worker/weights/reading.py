@@ -59,13 +59,15 @@ def is_plain(model: nn.Module) -> bool:
         return False
     for module in model.modules():
         method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
-        is_packed = current_platform.is_cpu() and isinstance(weight, torch.Tensor)
-        # vLLM's CPU build packs the weights of convolutions in bfloat16.
-        if is_packed and weight.dtype is torch.bfloat16 and weight.ndim > 2:
-            return False
-        if method is not None and type(method) not in _PLAIN:
+        is_plain = method is None or type(method) in _PLAIN
+        if not is_plain or (isinstance(weight, torch.Tensor) and _is_packed(weight)):
             return False
     return True
+
+
+def _is_packed(weight: torch.Tensor) -> bool:
+    """Return whether vLLM packs a weight: on a CPU, of convolutions in bfloat16."""
+    return current_platform.is_cpu() and weight.ndim > 2 and weight.dtype is torch.bfloat16
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, NameArgument, open_client
 from gpupool_cli.output import columns
-from gpupoold.api.schemas import CachedModel, CacheInfo
+from gpupoold.api.schemas import CachedModel, CacheInfo, UnpinnedMemory
 from gpupoold.units import format_bytes
 
 app = typer.Typer(
@@ -97,7 +97,14 @@ def _budgets(answer: CacheInfo) -> dict[str, str]:
         "disk": f"{format_bytes(answer.disk_bytes)} of {format_bytes(answer.disk_limit_bytes)}"
         if answer.disk_limit_bytes
         else "no snapshots are saved (memory.snapshot_files)",
+        **{f"device {device.device}": _unpinned(device) for device in answer.unpinned},
     }
+
+
+def _unpinned(memory: UnpinnedMemory) -> str:
+    problem = f": {memory.problem}" if memory.problem else " yet"
+    size = format_bytes(memory.num_bytes)
+    return f"{size} of host memory are not pinned{problem}; copies pass through buffers"
 
 
 def _yes(flag: bool) -> str:

@@ -363,6 +363,17 @@ class CachedModel(Body):
     snapshots: list[SnapshotPlace] = Field(default=[])
 
 
+class UnpinnedMemory(Body):
+    """Host memory that a device's driver has not pinned, so that copies pass through buffers.
+
+    ``problem`` is the driver's refusal; empty if the memory will be pinned in idle moments.
+    """
+
+    device: int
+    num_bytes: int
+    problem: str
+
+
 class CacheInfo(Body):
     """``GET /cache``: bytes used of the budgets for snapshots, and the models' snapshots."""
 
@@ -371,6 +382,7 @@ class CacheInfo(Body):
     disk_bytes: int
     disk_limit_bytes: int
     models: list[CachedModel]
+    unpinned: list[UnpinnedMemory] = Field(default=[])
 
 
 class SetCachedRequest(Body):

@@ -440,7 +440,10 @@ def check_limits(limits: LimitFacts, settings: Settings, pinned_bytes: int) -> I
     locked = limits.locked_bytes
     has_cuda = any(device.kind == "cuda" for device in settings.devices)
     if has_cuda and locked is not None and locked < pinned_bytes:
-        text = f"at most {format_bytes(locked)}{of}; {format_bytes(pinned_bytes)} are to be pinned"
+        text = (
+            f"at most {format_bytes(locked)}{of}; {format_bytes(pinned_bytes)} are to be pinned, "
+            "and the rest is copied through buffers, more slowly"
+        )
         yield warning("locked memory", text, "LimitMEMLOCK=infinity, or: ulimit -l unlimited")
     else:
         shown = "unlimited" if locked is None else format_bytes(locked)
@@ -511,8 +514,9 @@ def _check_wsl(kernel: KernelFacts, kinds: set[str]) -> Iterator[Check]:
     """
     if "microsoft" in kernel.release.lower() and "cuda" in kinds:
         text = (
-            "Windows limits pinned memory, has less GPU memory resident than is free, and does not "
-            "tell the memory of processes; by default Linux has half of host memory"
+            "Windows limits pinned memory (the rest is copied through buffers), has less GPU "
+            "memory resident than is free, and does not tell the memory of processes; by default "
+            "Linux has half of host memory"
         )
         fix = (
             "boot Linux; or raise memory.reserve, lower memory.model_cache and memory.kv_host, and "

@@ -379,7 +379,8 @@ class WorkerStatus(Message):
 
     ``turn_began_s`` is the time when the present model could run, None while the model is loaded.
     ``loading`` is the present load of a model, if there is one. ``kv_host_slab_bytes`` is host
-    memory in slabs for blocks of some size, in use or not.
+    memory in slabs for blocks of some size, in use or not. ``unpinned_bytes`` is host memory that
+    the driver has not pinned, or not yet, and ``pinning_problem`` the driver's refusal.
     """
 
     at_s: float
@@ -389,3 +390,5 @@ class WorkerStatus(Message):
     turn_began_s: float | None = None
     loading: LoadProgress | None = None
     kv_host_slab_bytes: int = 0
+    unpinned_bytes: int = 0
+    pinning_problem: str = ""

@@ -71,3 +71,6 @@ def test_answers_are_those_of_pinned_memory(
     for request_id, key in asked.items():
         assert peer.tokens[request_id] == expected[key]
     peer.call("check_integrity")
+    assert peer.status is not None
+    assert peer.status.unpinned_bytes >= SIZE_BYTES // 2
+    assert "the modelled driver pins at most" in peer.status.pinning_problem

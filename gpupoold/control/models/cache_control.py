@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from gpupool_state import ModelRow
-from gpupoold.api.schemas import CachedModel, CacheInfo, SnapshotPlace, Unloaded
+from gpupoold.api.schemas import (
+    CachedModel,
+    CacheInfo,
+    SnapshotPlace,
+    Unloaded,
+    UnpinnedMemory,
+)
 from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.parts import ControlParts, ModelPart, check_own_model
 from gpupoold.control.weights.cache import HostMemoryBudget, SnapshotCache, SnapshotId
@@ -43,6 +49,15 @@ class CacheControl(ModelPart):
             disk_bytes=await self._saved.used_bytes(),
             disk_limit_bytes=self._saved.budget_bytes,
             models=[self._view(row, saved_bytes) for row in await self._registry.list()],
+            unpinned=[
+                UnpinnedMemory(
+                    device=worker.number,
+                    num_bytes=status.unpinned_bytes,
+                    problem=status.pinning_problem,
+                )
+                for worker in self._supervisor.workers
+                if (status := worker.status) is not None and status.unpinned_bytes
+            ],
         )
 
     async def set_pinned(self, name: str, is_pinned: bool) -> CachedModel:

@@ -290,7 +290,7 @@ class EngineLoader:
     def _bind(
         self, kept: KeptEngine, message: LoadModel, snapshot: HostBuffer, name: str
     ) -> ModelEngine:
-        """Let an engine of the family serve the model; close both after an error."""
+        """Let an engine of the family serve the model."""
         engine, grammars = kept
         self.device.pin_later(snapshot.address, snapshot.num_bytes)
         former: HostBuffer = self.turns.call(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupool_cli import output
-from gpupoold.api.schemas import CacheInfo
+from gpupoold.api.schemas import CacheInfo, UnpinnedMemory
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -35,6 +35,20 @@ def test_ls_without_saved_snapshots(
     cache = samples.cache([]).model_copy(update={"disk_limit_bytes": 0})
     monkeypatch.setattr(samples, "cache", lambda models: cache)
     assert "no snapshots are saved (memory.snapshot_files)" in cli("cache", "ls").stdout
+
+
+def test_ls_with_memory_that_no_driver_pins(
+    daemon: FakeDaemon, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpinned = [
+        UnpinnedMemory(device=0, num_bytes=3 << 30, problem="cuMemHostRegister failed"),
+        UnpinnedMemory(device=1, num_bytes=5 << 30, problem=""),
+    ]
+    cache = samples.cache([]).model_copy(update={"unpinned": unpinned})
+    monkeypatch.setattr(samples, "cache", lambda models: cache)
+    shown = " ".join(cli("cache", "ls").stdout.split())
+    assert "3 GiB of host memory are not pinned: cuMemHostRegister failed; copies pass" in shown
+    assert "device 1 5 GiB of host memory are not pinned yet; copies pass" in shown
 
 
 def test_pin_and_unpin(daemon: FakeDaemon, cli: Cli) -> None:

@@ -395,10 +395,12 @@ def host(
 
 def hosting_text(model: ModelInfo) -> str:
     """Return the devices of a model's engines with their memory, and the origin of the choice."""
-    engines = [] if model.usage is None else model.usage.engines
+    engines, slots = ([], []) if model.usage is None else (model.usage.engines, model.usage.slots)
     places = ", ".join(
         f"device {engine.device} ({format_bytes(engine.device_bytes)})" for engine in engines
     )
+    if slots:
+        places = f"none; takes over one of a fine-tune on device {', '.join(map(str, slots))}"
     chosen = ", ".join(map(str, model.devices))
     how = f"by hand: {chosen}" if chosen else "chosen by the scheduler"
     return f"{places or 'on no device'}; {how}"

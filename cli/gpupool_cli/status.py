@@ -204,7 +204,9 @@ def _engines_text(device: DeviceInfo) -> str:
 
 
 def _devices_text(model: ModelUsage) -> str:
-    """Return the numbers of the devices that host a model."""
+    """Return the devices that host a model, or in brackets those with an engine to take over."""
+    if model.slots:
+        return f"({','.join(map(str, model.slots))})"
     return ",".join(str(engine.device) for engine in model.engines)
 
 

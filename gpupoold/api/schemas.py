@@ -183,7 +183,8 @@ class ModelUsage(Body, Percentiles, MainCounts, MemoryUse, _UsageHead):
     Counts start with the daemon; percentiles cover the last
     hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
     tokens. ``tokens_per_s`` covers the last 10 s. ``drafts`` is None without speculative decoding.
-    ``engines`` are on the devices that host the model.
+    ``engines`` are on the devices that host the model. Without one, ``slots`` are the devices with
+    an engine of another fine-tune, which the model can take over.
     """
 
     cached_bytes: int
@@ -194,6 +195,7 @@ class ModelUsage(Body, Percentiles, MainCounts, MemoryUse, _UsageHead):
     tokens_per_s: float = 0.0
     drafts: DraftUsage | None = None
     engines: list[EngineInfo] = []
+    slots: list[int] = []
 
 
 @dataclass

@@ -181,6 +181,11 @@ class TestEmulatedDevices:
             for name in "abcdefg":
                 assert len((await ask(api, name, "Hello", 8)).token_ids) == 8
         assert "was given to" in cli(box, "events").stdout, "all models are of one family"
+        without = [one for one in ps(box).models if not one.engines]
+        assert without
+        for model in without:
+            assert f"({','.join(map(str, model.slots))})" in cli(box, "ps").stdout
+            assert "takes over the engine of" in cli(box, "why", model.name).stdout
         assert {model.state for model in ps(box).models} == {"ready"}
 
     async def test_no_memory_at_all(

@@ -121,7 +121,8 @@ def _hosting(model: TopModel) -> str:
     engines = model.usage.engines
     how = f" (by hand: {ranges(model.fixed_devices)})" if model.fixed_devices else ""
     if not engines:
-        return f"none{how}"
+        slots = model.usage.slots
+        return f"none{how}" + (f", takes over one on {ranges(slots)}" if slots else "")
     largest = max(engine.device_bytes for engine in engines)
     devices = ranges(engine.device for engine in engines)
     return f"{devices}{how}, up to {size(largest)} outside the pages"

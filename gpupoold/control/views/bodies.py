@@ -196,6 +196,7 @@ def usage(
 ) -> Values:
     """Return the values of ``ModelUsage``; attainment by minute only if ``has_minutes``."""
     held = [model for _, model in memories_of.get(name, ())]
+    engines = engines_of.get(name, {})
     stats = dispatcher.accounts.stats.get(name) or ModelStats()
     so_far, hour = stats.so_far(), stats.hour_percentiles()
     return {
@@ -215,9 +216,22 @@ def usage(
         "drafts": _draft_values(stats.drafts),
         "engines": [
             {"device": number, "load": host.load, **msgspec.structs.asdict(host.memory)}
-            for number, host in engines_of.get(name, {}).items()
+            for number, host in engines.items()
         ],
+        "slots": [] if engines else [*slots(name, engines_of, cache)],
     }
+
+
+def slots(name: str, engines_of: Engines, cache: SnapshotCache) -> dict[int, list[str]]:
+    """Return the models whose engines a model with a snapshot can take over, by device."""
+    snapshots = [cache.get(of) for of in cache.of_model(name)]
+    layouts = {snapshot.digest for snapshot in snapshots if snapshot is not None}
+    found: dict[int, list[str]] = {}
+    for model, hosts in engines_of.items() if layouts else ():
+        for number, host in hosts.items():
+            if model != name and host.layout_digest in layouts:
+                found.setdefault(number, []).append(model)
+    return dict(sorted(found.items()))
 
 
 def _draft_values(drafts: DraftCounts) -> Values | None:

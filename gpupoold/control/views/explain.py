@@ -225,7 +225,7 @@ class Explainer(ModelPart):
     def _model_text(self, row: ModelRow) -> str:
         name, now = row.spec.name, self._fleet.availability(row.spec.name)
         if now.is_evicted:
-            return "ready, without an engine: the next request loads the model on a device"
+            return f"ready, without an engine: the next request {self._next_engine(name)}"
         if now.can_serve:
             if self._dispatcher.live.num_waiting(name):
                 return "ready: requests wait until the model is in host memory"
@@ -246,6 +246,13 @@ class Explainer(ModelPart):
         if now.phase is ModelPhase.READY:
             return "accepts no requests: all devices of the model are being drained"
         return f"{now.state.value}: accepts no requests"
+
+    def _next_engine(self, name: str) -> str:
+        slots = views.slots(name, self._fleet.hosts.engines(), self._cache)
+        if not slots:
+            return "loads the model on a device"
+        places = (f"{' or '.join(models)} on device {number}" for number, models in slots.items())
+        return f"takes over the engine of {', or of '.join(places)}, when that is idle"
 
     async def _finished(self, row: RequestRow) -> FinishedWhy:
         end = row.arrived_at + row.total_s

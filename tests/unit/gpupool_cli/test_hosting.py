@@ -28,6 +28,13 @@ def test_by_hand_and_back(daemon: FakeDaemon, cli: Cli) -> None:
     assert daemon.find("a").devices == ()
 
 
+def test_an_engine_to_take_over(daemon: FakeDaemon, cli: Cli) -> None:
+    info = samples.model("a")
+    usage = samples.usage(info, measured=True).model_copy(update={"engines": [], "slots": [0, 1]})
+    daemon.add("a", usage=usage)
+    assert "none; takes over one of a fine-tune on device 0, 1;" in cli("show", "a").stdout
+
+
 @pytest.mark.parametrize("arguments", [("a",), ("a", "0", "--auto"), ("a", "x"), ("a", "2")])
 def test_what_cannot_be_understood_changes_nothing(
     daemon: FakeDaemon, cli: Cli, arguments: tuple[str, ...]

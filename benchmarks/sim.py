@@ -29,6 +29,7 @@ from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import box_models, parse_box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import Simulation
+from gpupoold.sim.host import ENGINE_BYTES, HostWishes
 from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.policies import POLICY_NAMES, PolicyOptions, make_policy
 from gpupoold.sim.presets import preset_panels
@@ -69,6 +70,8 @@ OVERLOAD = {6.0: 0.9, 7.0: 0.75, 8.0: 0.65}
 # Another policy does better if its attainment is higher by more than this.
 BETTER_BY = 0.002
 SLOW_SWITCH, SLOW_SWITCH_S = "aegaeon-fig11a-slow-switch", 3.0
+OWN_ENGINES, SHARED_ENGINES = "aegaeon-fig11a-own-engines", "aegaeon-fig11a-shared-engines"
+_NUM_FAMILIES = 8
 # A number of models of figure 11a that must be served.
 _NUM_FIG11A = 140
 _EXPIRED = 0.5
@@ -115,9 +118,10 @@ def main() -> int:
 
 def _panels(workloads: Path | None, only: Sequence[str] = ()) -> Iterator[FigurePanel]:
     """The figures' panels; the recorded ones too, where the recordings are there."""
-    names = only or (*FIGURES, *OTHERS, *RECORDED, SLOW_SWITCH)
+    variants = _variants()
+    names = only or (*FIGURES, *OTHERS, *RECORDED, *variants)
     for name in names:
-        for panel in [_slow_switching()] if name == SLOW_SWITCH else preset_panels(name):
+        for panel in [variants[name]] if name in variants else preset_panels(name):
             try:
                 yield panel.changed(Overrides(workloads_dir=workloads))
             except UsageError as error:
@@ -131,14 +135,18 @@ def _place(row: RunRow) -> tuple[int, int]:
     return names.index(preset) if preset in names else len(names), POLICY_NAMES.index(policy)
 
 
-def _slow_switching() -> FigurePanel:
-    """Request-level serving as it is without fast switching: seconds more per load."""
-    return replace(
-        preset_panels("aegaeon-fig11a")[0],
-        name=SLOW_SWITCH,
-        policies=("request-level",),
-        switch_overhead_s=SLOW_SWITCH_S,
+def _variants() -> dict[str, FigurePanel]:
+    """Figure 11a with seconds more per load of weights for the rival, and with engines counted."""
+    [panel] = preset_panels("aegaeon-fig11a")
+    slow = replace(panel, policies=("request-level",), switch_overhead_s=SLOW_SWITCH_S)
+    own = replace(
+        panel,
+        policies=("gpupool", "request-level"),
+        host_wishes=HostWishes(engine_bytes=ENGINE_BYTES),
     )
+    shared = replace(own, num_families=_NUM_FAMILIES)
+    named = {SLOW_SWITCH: slow, OWN_ENGINES: own, SHARED_ENGINES: shared}
+    return {name: replace(panel, name=name) for name, panel in named.items()}
 
 
 def _rows_of(report: Path) -> list[RunRow]:
@@ -237,6 +245,9 @@ def _own_figures(
             least, share = OVERLOAD[row["rps"]], row["ttft_attainment"] or 0.0
             name = f"prism-overload: first tokens in time at {row['rps']:g} requests/s"
             yield _figure(name, least, share, share >= least)
+    for name, what in ((OWN_ENGINES, "an engine per model"), (SHARED_ENGINES, "8 families")):
+        if (load := best.get((name, "gpupool"))) is not None:
+            yield _figure(f"gpupool, fig 11a with {what}: models at 90 %", "reported", load, True)
     mean = _small_box_mean()
     name = f"small-box: mean of {_NUM_SMALL_BOX_DRAWS} draws"
     yield _figure(name, SMALL_BOX, mean, mean >= SMALL_BOX)

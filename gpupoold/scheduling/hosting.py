@@ -25,6 +25,9 @@ LATE_IDLE_S = 60.0
 HOME_IDLE_S = LASTING_S
 """Seconds without use after which the only engine of a model makes place for a planned home."""
 
+HOSTABLE_PERIOD_S = 5.0
+"""Seconds between looks at devices that could become homes; policies plan homes as often."""
+
 _PROMPT_TOKENS = 256
 
 
@@ -195,10 +198,12 @@ def victims(
     models that have another device and were not used for ``LATE_IDLE_S``.
     """
     short_bytes = device.short_bytes(num_bytes)
+    if not short_bytes:
+        return []
     leaving = [engine for engine in device.engines.values() if _may_leave(engine, reason)]
     leaving.sort(key=_usefulness)
     alike = [engine.model for engine in leaving if layout and engine.layout == layout]
-    if short_bytes > 0 and alike:
+    if alike:
         return alike[:1]
     chosen: list[str] = []
     for engine in leaving:

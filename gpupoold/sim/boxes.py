@@ -192,7 +192,7 @@ def _check_group(degree: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SimModel:
-    """A registered model on one kind of device."""
+    """A registered model on one kind of device; models of one ``family``, if any, share engines."""
 
     name: str
     targets: Targets
@@ -200,6 +200,7 @@ class SimModel:
     weight_bytes: int
     kv_bytes_per_token: int
     generates: bool = True
+    family: str = ""
 
     def added(self) -> ModelAdded:
         """Return the model's event for the scheduling core."""

@@ -33,7 +33,7 @@ class SimOutcome:
     ``num_reads`` is the number of models read from disk, ``num_dropped`` how often the KV of a
     model was dropped on a device, ``num_preemptions`` how often a request was preempted because
     the KV of the model on its turn outgrew the device, ``num_loads`` the number of engines loaded
-    after the start.
+    after the start, ``num_bound`` the number taken over within a family.
     """
 
     results: tuple[RequestResult, ...]
@@ -43,6 +43,7 @@ class SimOutcome:
     num_dropped: int = 0
     num_preemptions: int = 0
     num_loads: int = 0
+    num_bound: int = 0
 
 
 class Simulation:
@@ -160,6 +161,7 @@ class Simulation:
             sum(device.memory.num_dropped for device in self._devices),
             sum(device.kv_room.num_preemptions for device in self._devices),
             self._hosting.num_loads if self._hosting is not None else 0,
+            self._hosting.num_bound if self._hosting is not None else 0,
         )
 
     def count_end(self, request_id: str) -> None:
@@ -217,21 +219,21 @@ class Simulation:
         model, kind = self._devices[number].models[name], self._kinds[number]
         return e.Hosted(number, name, costs_of(model.latency) if kind else None)
 
-    def _load_engines(self) -> None:
-        """Begin the loads of engines that are due."""
+    def _load_engines(self, *, needed_only: bool = False) -> None:
+        """Begin the loads of engines that are due, or only of models without an engine."""
         if self._hosting is None:
             return
-        for load in self._hosting.due(self.core.state, self._queue.now_s):
+        for load in self._hosting.due(self.core.state, self._queue.now_s, needed_only=needed_only):
             for name in load.evicted:
                 self._events.append(e.Unhosted(load.device, name))
                 self._devices[load.device].page_out(name)
-            at_s = self._queue.now_s + self._hosting.costs.load_s
+            at_s = self._queue.now_s + load.duration_s
             self._queue.schedule(at_s, functools.partial(self._loaded, load.device))
 
     def _loaded(self, device: int) -> None:
         assert self._hosting is not None
         self._events.append(self._hosted(device, self._hosting.loaded(device)))
-        self._load_engines()
+        self._load_engines(needed_only=True)
 
     def _arrive(self, live: SimLive) -> None:
         request = live.request
@@ -251,7 +253,7 @@ class Simulation:
         if self._hosting is not None and not self._hosting.arrived(
             request.model, request.arrival_s
         ):
-            self._load_engines()
+            self._load_engines(needed_only=True)
 
     def _read_next(self) -> None:
         """Begin to read a model for which requests wait, if possible now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from gpupoold.config.budgets import Wishes, default_engines_bytes, work_out
 from gpupoold.config.machine import Machine, MachineDevice
@@ -25,6 +25,8 @@ _GIB = 1 << 30
 _LARGE_GPU_BYTES, _HOST_BYTES_PER_LARGE_GPU = 70 * 10**9, 256 * _GIB
 # The largest cloud instance with eight A10G (AWS g5.48xlarge) has 768 GiB.
 _HOST_BYTES_PER_SMALL_GPU = 96 * _GIB
+ENGINE_BYTES = 280_000_000
+"""Measured memory of an engine outside the pages, the mean of ten of FP8 8B models on an H200."""
 LOAD_S = 13.0
 """Measured per further FP8 model of 9 GB on an H200, compiled kernels (docs/internals/gpu.md)."""
 
@@ -43,7 +45,7 @@ class HostWishes:
     """Budgets in bytes as in the daemon's configuration; None has the daemon's default.
 
     An engine takes ``engine_bytes`` outside the pages of each GPU, or what ``own_engine_bytes`` has
-    for its model; with None engines take nothing, and every device has all of them.
+    for its model; with 0 engines take nothing, and every device has all of them.
     ``engines_bytes`` is the limit for the engines of a GPU. The load of an engine takes ``load_s``
     seconds. ``prefix_cache_bytes`` limits the KV of ended requests on the whole box.
     """
@@ -56,8 +58,17 @@ class HostWishes:
     prefix_cache_bytes: int | None = None
     own_engine_bytes: tuple[tuple[str, int], ...] = ()
 
+    def over(self, others: HostWishes) -> HostWishes:
+        """Return the wishes, with those of ``others`` in place of defaults."""
+        wished = {
+            field.name: value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) not in (None, ())
+        }
+        return replace(others, **wished)
 
-NO_WISHES = HostWishes()
+
+NO_WISHES, FREE_ENGINES = HostWishes(), HostWishes(engine_bytes=0)
 
 
 class ModelCache:
@@ -182,19 +193,18 @@ def engine_costs(box: Box, wishes: HostWishes = NO_WISHES) -> EngineCosts | None
     the memory on each of their GPUs.
 
     Raises:
-        UsageError: the wishes have a limit or a time of loads, but no memory of an engine.
+        UsageError: the wishes have a limit or a time of loads, but engines take no memory.
     """
-    if wishes.engine_bytes is None:
+    num_bytes = ENGINE_BYTES if wishes.engine_bytes is None else wishes.engine_bytes
+    if not (num_bytes or wishes.own_engine_bytes):
         if wishes.engines_bytes is None and wishes.load_s is None:
             return None
-        raise UsageError(
-            "the memory of an engine is not given", "add --engine-memory, such as 280MB"
-        )
+        raise UsageError("engines take no memory here", "add --engine-memory, such as 280MB")
     limit_bytes = wishes.engines_bytes
     if limit_bytes is None:
         limit_bytes = default_engines_bytes(work_out(Wishes(), _machine(box)))
     load_s = LOAD_S if wishes.load_s is None else wishes.load_s
-    return EngineCosts(wishes.engine_bytes, limit_bytes, load_s, wishes.own_engine_bytes)
+    return EngineCosts(num_bytes, limit_bytes, load_s, wishes.own_engine_bytes)
 
 
 def _machine(box: Box) -> Machine:

@@ -1,31 +1,40 @@
 """Hosting in a simulated box: engines that take memory outside the pages, and loads that take time.
 
 The decisions are those of the daemon (:mod:`gpupoold.scheduling.hosting`). A load does not stop the
-turns of its device, as in the daemon.
+turns of its device, as in the daemon. A model that takes over an engine of its family needs no
+load; its snapshot counts as always known.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpupoold.errors import UsageError
 from gpupoold.scheduling.events import Hostable
 from gpupoold.scheduling.hosting import (
+    HOSTABLE_PERIOD_S,
     HostedEngine,
     HostingDevice,
     HostingModel,
+    HostingReason,
     choose,
     hostable_change,
     idle,
     is_late,
+    is_taken_over,
     victims,
 )
 from gpupoold.scheduling.state import State
+from gpupoold.sim.boxes import SimModel
 from gpupoold.units import format_bytes
+
+BIND_S = 0.01
+"""Measured on emulated devices: a model takes over an engine of its family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +53,35 @@ class EngineCosts:
         """Return the memory of a model's engine on each GPU."""
         return dict(self.own_bytes).get(model, self.num_bytes)
 
+    def most_on_device(self, models: Collection[str]) -> int:
+        """Return how many of the models' engines fit on a device, the smallest first."""
+        sizes = sorted(map(self.bytes_of, models))
+        return sum(total <= self.limit_bytes for total in itertools.accumulate(sizes))
+
 
 class EngineLoad(NamedTuple):
-    """A load to begin: the engines of the ``evicted`` models leave the device first."""
+    """A load or a takeover to begin: the ``evicted`` models lose their engines first."""
 
     device: int
     model: str
     evicted: tuple[str, ...]
+    duration_s: float
 
 
 class Hosting:
     """The engines on each device of a box.
 
     A device loads one engine at a time. ``num_loads`` counts the loads, without those before the
-    first request.
+    first request, ``num_bound`` the engines that were taken over.
     """
 
     def __init__(
-        self, costs: EngineCosts, models: Sequence[str], can_run: Sequence[Collection[str]]
+        self, costs: EngineCosts, models: Sequence[str], can_run: Sequence[Mapping[str, SimModel]]
     ) -> None:
         """Place the ``models`` in order, as far as the engines fit side by side.
 
-        ``can_run`` has the models that each device can run. Models without a device are loaded
-        when requests arrive.
+        ``can_run`` has the models that each device can run, on that device. Models without a device
+        are loaded when requests arrive.
 
         Raises:
             UsageError: a device has too little memory for one engine.
@@ -89,12 +104,19 @@ class Hosting:
             name: frozenset(number for number, names in enumerate(can_run) if name not in names)
             for name in models
         }
+        self._layouts = {
+            name: {
+                number: names[name].family for number, names in enumerate(can_run) if name in names
+            }
+            for name in models
+        }
         self._engines: list[set[str]] = [set() for _ in can_run]
         self._loading: dict[int, str] = {}
         self._num_live: Counter[str] = Counter()
         self._used_at_s: dict[str, float] = {}
         self._homes: dict[str, int] = {}
-        self.num_loads = 0
+        self._next_hostable_s = -math.inf
+        self.num_loads = self.num_bound = 0
         self._place()
 
     def hosts(self) -> list[tuple[int, str]]:
@@ -118,12 +140,18 @@ class Hosting:
         self._num_live[model] -= 1
         self._used_at_s[model] = now_s
 
-    def due(self, state: State, now_s: float) -> list[EngineLoad]:
-        """Begin the loads that are due, at most one on each device, and return them."""
+    def due(self, state: State, now_s: float, *, needed_only: bool = False) -> list[EngineLoad]:
+        """Begin the loads that are due, at most one on each device, and return them.
+
+        With ``needed_only`` the loads of models without an engine.
+        """
         self._homes = {
             model.name: model.home.device for model in state.models.values() if model.home
         }
         asked = [model for model in self._models if self._num_live[model] or model in self._homes]
+        if needed_only:
+            hosted = set[str]().union(*self._engines)
+            asked = [model for model in asked if model not in hosted and self._num_live[model]]
         if not asked:
             return []
         num_requests = Counter(request.device for request in state.requests.values())
@@ -139,21 +167,34 @@ class Hosting:
                 break
             if name in self._loading.values():
                 continue
-            chosen = choose(self._model(name, is_late=is_late(state, name, now_s)), devices)
+            # Only a device without work helps late requests.
+            can_help = any(not (device.num_requests or device.num_loads) for device in devices)
+            late = can_help and is_late(state, name, now_s)
+            chosen = choose(self._model(name, is_late=late), devices)
             if chosen and chosen[0].device not in self._loading:
                 number = chosen[0].device
-                num_bytes = self.costs.bytes_of(name)
-                gone = victims(devices[number], num_bytes, chosen[0].reason)
-                assert gone is not None, "the choice had checked it"
-                self._engines[number] -= set(gone)
-                self._loading[number] = name
-                self.num_loads += 1
-                loads.append(EngineLoad(number, name, tuple(gone)))
+                loads.append(self._begin(name, devices[number], chosen[0].reason))
                 devices[number] = look(number)
         return loads
 
+    def _begin(self, name: str, device: HostingDevice, reason: HostingReason) -> EngineLoad:
+        layout = self._layouts[name][device.number]
+        gone = victims(device, self.costs.bytes_of(name), reason, layout)
+        assert gone is not None, "the choice had checked it"
+        self._engines[device.number] -= set(gone)
+        self._loading[device.number] = name
+        is_bound = is_taken_over(device, gone, layout)
+        self.num_bound += is_bound
+        self.num_loads += not is_bound
+        return EngineLoad(
+            device.number, name, tuple(gone), BIND_S if is_bound else self.costs.load_s
+        )
+
     def hostable(self, state: State, now_s: float) -> list[Hostable]:
-        """Return the changes of the devices that could run models."""
+        """Return the changes of the devices that could run models, as often as the daemon does."""
+        if now_s < self._next_hostable_s:
+            return []
+        self._next_hostable_s = now_s + HOSTABLE_PERIOD_S
         devices = [idle(self._device(number, now_s=now_s)) for number in self._numbers]
         changes = (hostable_change(state, self._model(name), devices) for name in self._models)
         return [change for change in changes if change is not None]
@@ -190,6 +231,7 @@ class Hosting:
             is_late=is_late,
             home=self._homes.get(name),
             undivided=self._undivided[name],
+            layouts=self._layouts[name],
         )
 
     def _device(
@@ -220,4 +262,5 @@ class Hosting:
             is_only=is_only,
             is_home=self._homes.get(name) == number,
             idle_s=now_s - self._used_at_s.get(name, -math.inf),
+            layout=self._layouts[name][number],
         )

@@ -1,6 +1,8 @@
 """Experiments by name: figures of the Aegaeon paper, and recorded workloads.
 
 A preset consists of panels. Where a panel has None or no values, the workload's values are used.
+Engines are free in the figures of the Aegaeon paper, whose GPUs have one for all models each, and
+in the recorded workloads, which compare the same policies.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from random import Random
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box
+from gpupoold.sim.host import FREE_ENGINES, NO_WISHES
 from gpupoold.sim.lengths import Lengths, sharegpt_lengths
 from gpupoold.sim.scenario import (
     Draw,
@@ -75,7 +78,11 @@ def preset_panels(name: str) -> tuple[FigurePanel, ...]:
 def poisson_panel() -> FigurePanel:
     """Return the default panel: figure 11a's workload with few models."""
     panel = replace(
-        _fig11a(), name="poisson", policies=("gpupool", "request-level"), models=(40, 70)
+        _fig11a(),
+        name="poisson",
+        policies=("gpupool", "request-level"),
+        models=(40, 70),
+        host_wishes=NO_WISHES,
     )
     return replace(panel, title=description(panel))
 
@@ -161,6 +168,7 @@ def _fig11a() -> FigurePanel:
         rps=(0.1,),
         duration_s=_TEN_MINUTES_S,
         num_prefill=6,
+        host_wishes=FREE_ENGINES,
     )
 
 
@@ -206,6 +214,7 @@ def _fig17_a10(suffix: str, scale: float) -> FigurePanel:
         shapes=_SMALL_SHAPES,
         num_prefill=2,
         without_prefetch=("aegaeon",),
+        host_wishes=FREE_ENGINES,
     )
 
 
@@ -223,6 +232,7 @@ def _fig17_72b(suffix: str, scale: float) -> FigurePanel:
         duration_s=_TEN_MINUTES_S,
         shapes=("Qwen-72B",),
         num_prefill=1,
+        host_wishes=FREE_ENGINES,
     )
 
 
@@ -243,6 +253,7 @@ def _fig6() -> FigurePanel:
         targets=Targets(6.0, 0.1),
         shapes=("Llama-2-13B",),
         num_prefill=1,
+        host_wishes=FREE_ENGINES,
     )
 
 
@@ -259,7 +270,15 @@ def _traces() -> tuple[FigurePanel, ...]:
         name: str, title: str, num_devices: int, num_prefill: int, workload: Workload
     ) -> FigurePanel:
         box = Box(num_devices, "H800")
-        return FigurePanel(name, title, box, workload, COMPARED, num_prefill=num_prefill)
+        return FigurePanel(
+            name,
+            title,
+            box,
+            workload,
+            COMPARED,
+            num_prefill=num_prefill,
+            host_wishes=FREE_ENGINES,
+        )
 
     conv = RecordedTrace("azure23_conv.csv.gz", window_s=(17 * minute_s, 37 * minute_s))
     code = RecordedTrace("azure23_code.csv.gz", window_s=(9 * minute_s, 29 * minute_s))
@@ -301,6 +320,7 @@ def _synth() -> tuple[FigurePanel, ...]:
             RecordedTrace("aegaeon_synth.csv.gz", scenario),
             COMPARED,
             num_prefill=6,
+            host_wishes=FREE_ENGINES,
         )
         for scenario in SYNTH_SCENARIOS
     )

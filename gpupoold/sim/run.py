@@ -62,7 +62,9 @@ class RunRow(TypedDict):
     kv_drops: int
     wall_s: float
     num_preemptions: NotRequired[int]
+    families: NotRequired[int]
     engine_loads: NotRequired[int]
+    engine_takeovers: NotRequired[int]
     active_models_mean: NotRequired[float]
     burst_ttft_p50_s: NotRequired[float | None]
     burst_ttft_p99_s: NotRequired[float | None]
@@ -255,6 +257,9 @@ def _row(scenario: Scenario, outcome: SimOutcome, wall_s: float) -> RunRow:
         row["num_preemptions"] = outcome.num_preemptions
     if panel.engines is not None:
         row["engine_loads"] = outcome.num_loads
+        row["engine_takeovers"] = outcome.num_bound
+    if panel.num_families is not None:
+        row["families"] = panel.num_families
     if (service_s := panel.service_s) is not None:
         active = mean_active_models(scenario.requests, service_s, scenario.duration_s)
         row["active_models_mean"] = active

@@ -185,7 +185,8 @@ class Overrides:
     duration_s: float | None = None
     seed: int | None = None
     switch_overhead_s: float | None = None
-    host_wishes: HostWishes | None = None
+    host_wishes: HostWishes = NO_WISHES
+    num_families: int | None = None
     workloads_dir: Path | None = None
 
 
@@ -198,8 +199,8 @@ class FigurePanel:
     without prefetches. With ``service_s`` the rows have the mean number of models in use if each
     request took so many seconds. ``roles`` has one role for all devices or a role for each; with
     None the policy chooses. ``burst_s`` is the start and end of a burst; the rows then have the
-    TTFT of requests in the burst. ``host_wishes`` are budgets of host memory other than the
-    daemon's defaults.
+    TTFT of requests in the burst. ``host_wishes`` are budgets other than the daemon's defaults.
+    With ``num_families`` the models are fine-tunes of so many models.
     """
 
     name: str
@@ -222,6 +223,7 @@ class FigurePanel:
     converts_decoders: bool = True
     burst_s: tuple[float, float] | None = None
     host_wishes: HostWishes = NO_WISHES
+    num_families: int | None = None
 
     @property
     def host(self) -> HostMemory:
@@ -257,7 +259,15 @@ class FigurePanel:
             self.targets.ttft_s if wanted.ttft_s is None else wanted.ttft_s,
             self.targets.tbt_s if wanted.tbt_s is None else wanted.tbt_s,
         )
-        kept = ("policies", "models", "rps", "duration_s", "seed", "switch_overhead_s")
+        kept = (
+            "policies",
+            "models",
+            "rps",
+            "duration_s",
+            "seed",
+            "switch_overhead_s",
+            "num_families",
+        )
         simple = {k: v for k in kept if (v := getattr(wanted, k)) is not None}
         return replace(
             self,
@@ -267,7 +277,7 @@ class FigurePanel:
             axis=self._axis(wanted),
             workload=self.workload.located(wanted.workloads_dir),
             roles=self._roles(wanted),
-            host_wishes=self.host_wishes if wanted.host_wishes is None else wanted.host_wishes,
+            host_wishes=wanted.host_wishes.over(self.host_wishes),
             **simple,
         )
 
@@ -370,7 +380,7 @@ def build_scenario(point: Point) -> Scenario:
     """Draw the point's requests and place its models on the box.
 
     Raises:
-        UsageError: as for the workload and ``models_on``.
+        UsageError: as for the workload, ``models_on`` and ``families_of``.
     """
     panel = point.panel
     asked = Draw(point.num_models, point.rps, panel.duration_s, panel.seed)
@@ -384,7 +394,31 @@ def build_scenario(point: Point) -> Scenario:
     models |= {
         name: replace(models[name], targets=model.targets) for name, model in drawn.own.items()
     }
+    if panel.num_families is not None:
+        families = families_of(shapes, panel.num_families, panel.box)
+        models = {name: replace(model, family=families[name]) for name, model in models.items()}
     return Scenario(point, models, drawn.requests, drawn.duration_s)
+
+
+def families_of(shapes: Mapping[str, str], num_families: int, box: Box) -> dict[str, str]:
+    """Return a family for each model of ``shapes``: the models of one shape take turns in families.
+
+    Raises:
+        UsageError: there are fewer families than shapes, or the devices are groups, which share no
+            engines.
+    """
+    kinds = list(dict.fromkeys(shapes.values()))
+    if num_families < len(kinds):
+        raise UsageError(
+            f"{num_families} families: models of {len(kinds)} sizes have at least as many"
+        )
+    if box.tensor_parallel_size > 1:
+        raise UsageError("engines on groups of GPUs are not shared: no --families")
+    families: dict[str, str] = {}
+    for kind, shape in enumerate(kinds):
+        own = itertools.cycle(range(kind, num_families, len(kinds)))
+        families |= {name: f"family-{next(own)}" for name in shapes if shapes[name] == shape}
+    return families
 
 
 def parse_roles(text: str) -> tuple[Role, ...] | Literal["auto"]:

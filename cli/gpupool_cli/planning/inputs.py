@@ -80,7 +80,8 @@ EngineMemoryOption = Annotated[
         "--engine-memory",
         parser=engine_memory,
         metavar="SIZE[,MODEL=SIZE...]",
-        help="Memory of an engine outside the pages, as `gpupool show` says; default: none.",
+        help="Memory of an engine outside the pages, as `gpupool show` says; default: 280MB, "
+        "but 0B (free) in most presets.",
     ),
 ]
 EnginesLimitOption = Annotated[

@@ -31,7 +31,6 @@ from gpupool_cli.progress import BarView, description_column
 from gpupoold.config.file import read_config_file
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box
-from gpupoold.sim.host import NO_WISHES
 from gpupoold.sim.metrics import Goodput
 from gpupoold.sim.presets import poisson_panel, preset_names, preset_panels, trace_panel
 from gpupoold.sim.run import RunRow, run_points, sweep_goodput
@@ -46,6 +45,7 @@ _COLUMNS = columns(
 )
 _ACTIVE = Column("ACTIVE", right=True)
 _PREEMPTED = Column("PREEMPTED", right=True)
+_ENGINES = columns("LOADS>, TAKEOVERS>")
 _STAGES = columns("ROLES, TTFT%>, TBT%>")
 _BURST = (Column("BURST-p50", right=True), Column("BURST-p99", right=True))
 _GOODPUT_COLUMNS = columns("PRESET, POLICY, 90 % GOODPUT")
@@ -102,6 +102,14 @@ def simulate(
     engine_memory: EngineMemoryOption = None,
     engines_limit: EnginesLimitOption = None,
     engine_load: EngineLoadOption = None,
+    families: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Models are fine-tunes of N models and share their engines; default: none do.",
+        ),
+    ] = None,
     prefix_cache: PrefixCacheOption = None,
     duration: Annotated[
         float | None,
@@ -146,7 +154,8 @@ def simulate(
         duration_s=duration,
         seed=seed,
         switch_overhead_s=switch_overhead,
-        host_wishes=None if wishes == NO_WISHES else wishes,
+        host_wishes=wishes,
+        num_families=families,
     )
     points = _points(_panels(preset, trace), wanted, workloads)
     rows = _run(points, jobs, as_json)
@@ -295,6 +304,8 @@ def _more_columns(rows: Sequence[RunRow]) -> list[tuple[Column, Callable[[RunRow
         more.append((_ACTIVE, _active))
     if any("num_preemptions" in row for row in rows):
         more.append((_PREEMPTED, lambda row: str(row.get("num_preemptions", 0))))
+    if any(row.get("engine_loads") or row.get("engine_takeovers") for row in rows):
+        more += zip(_ENGINES, (_loads, _takeovers), strict=True)
     if any(row["roles"] != AUTO for row in rows):
         cells = (
             lambda row: row["roles"],
@@ -309,6 +320,14 @@ def _more_columns(rows: Sequence[RunRow]) -> list[tuple[Column, Callable[[RunRow
         )
         more += zip(_BURST, bursts, strict=True)
     return more
+
+
+def _loads(row: RunRow) -> str:
+    return str(row.get("engine_loads", NOTHING))
+
+
+def _takeovers(row: RunRow) -> str:
+    return str(row.get("engine_takeovers", NOTHING))
 
 
 def _active(row: RunRow) -> str:

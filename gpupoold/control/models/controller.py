@@ -40,7 +40,7 @@ from gpupoold.control.models.steps import (
 from gpupoold.control.weights.cache import CacheFull
 from gpupoold.control.workers.worker import Worker, WorkerEnded
 from gpupoold.errors import Failed, GpupoolError, NoSuchModel, Refused, TimedOut, Unavailable
-from gpupoold.scheduling.hosting import HostingDevice
+from gpupoold.scheduling.hosting import HOSTABLE_PERIOD_S, HostingDevice
 
 _logger = logging.getLogger(__name__)
 
@@ -49,8 +49,6 @@ _FIRST_WAIT_S = 10.0
 _MAX_WAIT_S = 600.0
 # The wait after a step that other models or migrations were in the way of.
 _SHORT_WAIT_S = 1.0
-# The policy plans homes as often.
-_HOSTABLE_PERIOD_S = 5.0
 
 
 @dataclass(slots=True)
@@ -141,7 +139,7 @@ class ModelController(ModelPart):
             self._fleet.breakers.half_open(model)
             self._lanes[model].waits.clear()
         if now_s >= self._next_hostable_s:
-            self._next_hostable_s = now_s + _HOSTABLE_PERIOD_S
+            self._next_hostable_s = now_s + HOSTABLE_PERIOD_S
             self._keep(self._room.plan_homes())
         # Lanes of removed models are forgotten.
         self._fleet.wake(*self._fleet.names(), *self._lanes)

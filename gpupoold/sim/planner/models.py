@@ -36,7 +36,7 @@ Basis = Literal["measured", "published", "scaled"]
 _MAX_NAMED = 3
 
 T = TypeVar("T")
-_KEYS = ("name", "shape", "path", "ttft", "tbt", "rps", "count", "weights", "max_len")
+_KEYS = ("name", "shape", "path", "family", "ttft", "tbt", "rps", "count", "weights", "max_len")
 _MAX_COUNT = 10_000
 
 
@@ -47,7 +47,8 @@ class PlannedModel:
     ``shape`` is None for unknown dimensions, with the reason in ``shape_problem``; the model then
     needs ``measured`` step times. ``measured`` has a daemon's measurements on several kinds of
     device, the latest last. ``max_len`` is the longest prompt plus answer in tokens; ``rps`` is the
-    rate in requests per second. A model that does not generate only prefills.
+    rate in requests per second. A model that does not generate only prefills. Models of a
+    ``family`` share engines, but not on groups of GPUs.
     """
 
     name: str
@@ -60,6 +61,7 @@ class PlannedModel:
     max_len: int | None = None
     rps: float | None = None
     generates: bool = True
+    family: str = ""
 
 
 class Placed(NamedTuple):
@@ -126,7 +128,13 @@ def place_on(model: PlannedModel, box: Box, degree: int) -> tuple[SimModel, Basi
         kv_bytes = kv_bytes * model.shape.kv_bytes_on(degree) // model.shape.kv_bytes_per_token
     latency, basis = _latency(model, box, degree)
     placed = SimModel(
-        model.name, model.targets, latency, model.weight_bytes, kv_bytes, model.generates
+        model.name,
+        model.targets,
+        latency,
+        model.weight_bytes,
+        kv_bytes,
+        model.generates,
+        model.family if degree == 1 else "",
     )
     return placed, basis
 
@@ -294,11 +302,17 @@ def read_models(path: Path) -> tuple[PlannedModel, ...]:
     if unknown or not isinstance(entries, list) or not entries:
         problem = f"unknown key {unknown[0]!r}" if unknown else "names no models"
         raise UsageError(f"{path}: {problem}", "write one [[model]] table per model")
-    return tuple(
+    models = tuple(
         model
         for number, values in enumerate(entries, start=1)
         for model in _ModelEntry(path, number, values).models()
     )
+    sizes: dict[str, tuple[ModelShape | None, int]] = {}
+    for model in models:
+        size = model.shape, model.weight_bytes
+        if model.family and sizes.setdefault(model.family, size) != size:
+            raise UsageError(f"{path}: the models of the family {model.family!r} differ in size")
+    return models
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +347,7 @@ class _ModelEntry:
                 shape,
                 max_len=self._read("max_len", _count, None),
                 rps=self._read("rps", _rate, None),
+                family=self._read("family", _text, ""),
             )
 
     def _check_keys(self) -> None:

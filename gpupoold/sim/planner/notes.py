@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from gpupoold.latency.shape import group_name, hardware
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.host import engine_costs, host_memory
+from gpupoold.sim.hosting import BIND_S
 from gpupoold.sim.planner.models import Basis, PlannedModel, measured_on
 from gpupoold.sim.planner.plan import Plan, PlanQuestion, names_text
 from gpupoold.units import format_bytes, format_duration
@@ -111,14 +112,25 @@ def _host_memory(question: PlanQuestion) -> str:
 def _engines(question: PlanQuestion, plan: Plan) -> str:
     engines = engine_costs(question.box, question.host)
     if engines is None:
-        return (
-            "Every device has all engines at once. If their memory outside the pages exceeds "
-            "memory.engines, the daemon loads engines anew; give --engine-memory to plan for that."
-        )
-    return (
+        return "Engines are free: every device has those of all models at once."
+    shown, models = plan.forecast, question.models.values()
+    most = engines.most_on_device(question.models)
+    size = (
         f"Engines: {format_bytes(engines.num_bytes)} each of {format_bytes(engines.limit_bytes)} "
-        f"on a GPU; {plan.forecast.num_loads:,} were loaded anew in the runs, each in "
-        f"{format_duration(engines.load_s)}."
+        "on a GPU (memory.engines)"
+    )
+    if most == len(models):
+        return f"{size}: every device has those of all models."
+    text = (
+        f"{size}, so that a device has those of {most} model{'' if most == 1 else 's'}. A request "
+        f"to another waits {format_duration(engines.load_s)} for a load ({shown.num_loads:,} in "
+        "the runs)"
+    )
+    if not any(model.family for model in models):
+        return f"{text}; fine-tunes share engines if the file of models names their family."
+    return (
+        f"{text}, or, where an engine of its family is idle, {format_duration(BIND_S)} to take it "
+        f"over ({shown.num_bound:,} in the runs)."
     )
 
 

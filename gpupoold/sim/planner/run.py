@@ -153,7 +153,7 @@ class Forecast:
     ``num_refused`` prompts exceeded the model's limit, ``num_cut`` answers were shortened by the
     limit. ``num_late`` requests had no token at the end of the run; the percentiles do not include
     these requests. ``num_preemptions`` is how often a request was preempted for lack of KV memory,
-    ``num_loads`` how often an engine was loaded after the start.
+    ``num_loads`` and ``num_bound`` how often an engine was loaded after the start, or taken over.
     """
 
     overall: Summary
@@ -164,6 +164,7 @@ class Forecast:
     num_late: int
     num_preemptions: int = 0
     num_loads: int = 0
+    num_bound: int = 0
 
 
 # Called with the name of the present search and the number of runs so far.
@@ -218,6 +219,7 @@ class Runner:
             num_late=sum(not result.token_times_s for result in results),
             num_preemptions=sum(outcome.num_preemptions for outcome, _ in runs),
             num_loads=sum(outcome.num_loads for outcome, _ in runs),
+            num_bound=sum(outcome.num_bound for outcome, _ in runs),
         )
 
     def _runs(self, setup: Setup, what: str) -> list[_TrialRun]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -13,8 +13,8 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
-from gpupoold.sim.host import LOAD_S, HostWishes, engine_costs
-from gpupoold.sim.hosting import EngineCosts, Hosting
+from gpupoold.sim.host import ENGINE_BYTES, FREE_ENGINES, LOAD_S, HostWishes, engine_costs
+from gpupoold.sim.hosting import BIND_S, EngineCosts, Hosting
 from gpupoold.sim.lengths import Lengths
 from gpupoold.sim.policies import PolicyOptions, make_policy
 from gpupoold.sim.workloads import SimRequest, equal_rates, poisson_workload
@@ -29,7 +29,7 @@ def engines(per_device: int) -> EngineCosts:
 
 
 def hosting(names: str, num_devices: int, per_device: int) -> Hosting:
-    return Hosting(engines(per_device), tuple(names), [set(names)] * num_devices)
+    return Hosting(engines(per_device), tuple(names), [models(names)] * num_devices)
 
 
 class TestStart:
@@ -45,49 +45,50 @@ class TestStart:
         assert {name for _, name in hosting("abc", 1, 2).hosts()} == {"a", "b"}
 
     def test_a_model_is_where_it_can_run(self) -> None:
-        placed = Hosting(engines(2), ("a", "b"), [{"a"}, {"a", "b"}])
+        placed = Hosting(engines(2), ("a", "b"), [models("a"), models("ab")])
         assert placed.hosts() == [(0, "a"), (1, "a"), (1, "b")]
 
     def test_an_engine_larger_than_the_limit_is_refused(self) -> None:
         with pytest.raises(UsageError, match="the engine of a takes 100 B"):
-            Hosting(EngineCosts(100, 99, LOAD), ("a",), [{"a"}])
+            Hosting(EngineCosts(100, 99, LOAD), ("a",), [models("a")])
         with pytest.raises(UsageError, match="the engine of b takes 101 B"):
-            Hosting(EngineCosts(50, 100, LOAD, (("b", 101),)), ("a", "b"), [{"a", "b"}])
+            Hosting(EngineCosts(50, 100, LOAD, (("b", 101),)), ("a", "b"), [models("ab")])
 
     def test_engines_of_unequal_sizes(self) -> None:
         """Two small engines fit beside each other, a large one only alone."""
         costs = EngineCosts(100, 200, LOAD, (("c", 200),))
-        assert {name for _, name in Hosting(costs, tuple("abc"), [set("abc")]).hosts()} == {
-            "a",
-            "b",
-        }
+        alone = Hosting(costs, tuple("abc"), [models("abc")])
+        assert {name for _, name in alone.hosts()} == {"a", "b"}
         placed = dict.fromkeys(range(2), "")
-        for number, name in Hosting(costs, tuple("cab"), [set("abc")] * 2).hosts():
+        for number, name in Hosting(costs, tuple("cab"), [models("abc")] * 2).hosts():
             placed[number] += name
         assert sorted(placed.values()) == ["ab", "c"]
 
     def test_a_size_of_an_unknown_model_is_refused(self) -> None:
         with pytest.raises(UsageError, match="names d, which is no model here"):
-            Hosting(EngineCosts(1, 2, LOAD, (("d", 1),)), ("a",), [{"a"}])
+            Hosting(EngineCosts(1, 2, LOAD, (("d", 1),)), ("a",), [models("a")])
 
 
 class TestCosts:
-    def test_without_the_memory_of_an_engine_there_is_no_limit(self) -> None:
-        assert engine_costs(parse_box("4xA10")) is None
+    def test_engines_that_take_no_memory_have_no_limit(self) -> None:
+        assert engine_costs(parse_box("4xA10"), FREE_ENGINES) is None
 
-    def test_defaults_are_the_daemons(self) -> None:
-        costs = engine_costs(parse_box("8xH800"), HostWishes(engine_bytes=280_000_000))
-        assert costs is not None
+    def test_the_limit_is_the_daemons(self) -> None:
         # Three quarters of the reserve of a GPU of 80 GiB, which is 3 GiB.
-        assert costs == EngineCosts(280_000_000, 3 * GIB * 3 // 4, LOAD_S)
+        costs = EngineCosts(ENGINE_BYTES, 3 * GIB * 3 // 4, LOAD_S)
+        assert engine_costs(parse_box("8xH800")) == costs
+        assert costs.most_on_device([f"m{number}" for number in range(20)]) == 8
 
     def test_wishes_are_kept(self) -> None:
         wishes = HostWishes(engine_bytes=1, engines_bytes=2, load_s=3.0)
         assert engine_costs(parse_box("1xA10"), wishes) == EngineCosts(1, 2, 3.0)
 
     def test_a_limit_needs_the_memory_of_an_engine(self) -> None:
-        with pytest.raises(UsageError, match="not given"):
-            engine_costs(parse_box("1xA10"), HostWishes(engines_bytes=2))
+        wishes = HostWishes(engines_bytes=2).over(FREE_ENGINES)
+        with pytest.raises(UsageError, match="take no memory"):
+            engine_costs(parse_box("1xA10"), wishes)
+        costs = engine_costs(parse_box("1xA10"), HostWishes(engine_bytes=1).over(wishes))
+        assert costs == EngineCosts(1, 2, LOAD_S)
 
 
 def run(
@@ -97,10 +98,14 @@ def run(
     *,
     num_devices: int = 1,
     policy: str = "gpupool",
+    families: Mapping[str, str] | None = None,
 ) -> SimOutcome:
     """Devices of 40 GB, models of 10 GB; the core and the devices are checked at each event."""
     simulation = Simulation(
-        models(names),
+        {
+            name: replace(model, family=(families or {}).get(name, ""))
+            for name, model in models(names).items()
+        },
         make_policy(policy, PolicyOptions()),
         [BoxDevice(40 * GB)] * num_devices,
         engines=engines(per_device),
@@ -131,6 +136,23 @@ def test_a_request_for_a_model_without_an_engine_waits_for_its_load() -> None:
     assert waits_s == [False, False, True, True, True]
     assert outcome.num_loads == 3
     assert all(one.is_finished for one in outcome.results)
+
+
+def test_a_model_takes_over_an_idle_engine_of_its_family() -> None:
+    requests = [request(name, 20.0 * n, request_id=f"{n}") for n, name in enumerate("abcb")]
+    outcome = run(requests, "abc", 2, families={"b": "llama", "c": "llama"})
+    # a was not used for longest, but c takes over the engine of b, and b takes it back.
+    assert (outcome.num_loads, outcome.num_bound) == (0, 2)
+    first = run(requests[:1], "abc", 2)
+    [usual_s] = ttfts_s(first)
+    for ttft_s in ttfts_s(outcome)[2:]:
+        assert ttft_s == pytest.approx(usual_s + BIND_S, abs=0.01)
+
+
+def test_another_family_is_loaded() -> None:
+    requests = [request(name, 20.0 * n) for n, name in enumerate("abc")]
+    outcome = run(requests, "abc", 2, families={"a": "llama", "b": "llama", "c": "qwen"})
+    assert (outcome.num_loads, outcome.num_bound) == (1, 0)
 
 
 def test_no_engine_leaves_while_its_model_has_requests() -> None:

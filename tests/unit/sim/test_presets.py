@@ -11,6 +11,7 @@ import pytest
 from gpupoold.domain import Role, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box, parse_box
+from gpupoold.sim.host import HostWishes
 from gpupoold.sim.presets import (
     SMALL_BOX,
     SYNTH_SCENARIOS,
@@ -174,6 +175,39 @@ class TestOverrides:
         [point] = preset_points("aegaeon-fig6", Overrides(policies=ONE_POLICY, models=(3,)))
         with pytest.raises(UsageError, match="fixed"):
             build_scenario(point)
+
+
+class TestFamilies:
+    def test_models_of_a_size_take_turns(self) -> None:
+        wanted = Overrides(policies=ONE_POLICY, models=(12,), num_families=4)
+        models = build_scenario(preset_points("aegaeon-fig11a", wanted)[0]).models
+        found = [model.family for model in models.values()]
+        # Three sizes in turn: the first has two families, each of the others one.
+        numbers = [0, 1, 2, 3, 1, 2] * 2
+        assert found == [f"family-{number}" for number in numbers]
+        assert len({(model.family, model.weight_bytes) for model in models.values()}) == 4
+
+    @pytest.mark.parametrize(
+        ("preset", "num", "said"),
+        [("aegaeon-fig11a", 2, "models of 3 sizes"), ("aegaeon-fig17-72b", 1, "not shared")],
+    )
+    def test_impossible_ones(self, preset: str, num: int, said: str) -> None:
+        wanted = Overrides(policies=ONE_POLICY, num_families=num)
+        with pytest.raises(UsageError, match=said):
+            build_scenario(preset_points(preset, wanted)[0])
+
+
+def test_engines_are_free_in_the_papers_figures_unless_wished() -> None:
+    assert panel("aegaeon-fig11a").engines is None
+    assert (
+        panel("small-box").engines == poisson_panel().changed(Overrides(box=Box(4, "A10"))).engines
+    )
+    wishes = HostWishes(kv_host_bytes=1)
+    changed = panel("aegaeon-fig11a").changed(Overrides(host_wishes=wishes))
+    assert (changed.engines, changed.host.kv_bytes_per_gpu) == (None, 1)
+    counted = changed.changed(Overrides(host_wishes=HostWishes(engine_bytes=7)))
+    assert counted.engines is not None
+    assert (counted.engines.num_bytes, counted.host.kv_bytes_per_gpu) == (7, 1)
 
 
 class TestNamedModels:

@@ -99,11 +99,27 @@ def test_host_memory(cli: Cli, models: str) -> None:
 def test_engines_that_do_not_all_fit(cli: Cli, models: str) -> None:
     asked = ("plan", "--devices", "1xA10", "--models", models, *SHORT)
     usual = " ".join(cli(*asked).output.split())
-    assert "Every device has all engines at once." in usual
+    assert "Engines: 267 MiB each of 1.88 GiB" in usual
+    assert "every device has those of all models" in usual
     scarce = ("--engine-memory", "1GiB", "--engines-limit", "1GiB", "--engine-load", "20s")
     shown = " ".join(cli(*asked, *scarce).output.split())
     assert "Engines: 1 GiB each of 1 GiB on a GPU" in shown
-    assert "loaded anew in the runs, each in 20s" in shown
+    assert "so that a device has those of 1 model." in shown
+    assert "waits 20s for a load" in shown
+    assert "if the file of models names their family" in shown
+
+
+def test_fine_tunes_take_over_engines(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "models.toml"
+    path.write_text(
+        '[[model]]\nname = "tune"\nshape = "Yi-1.5-6B"\ncount = 3\nfamily = "yi"\nrps = 0.05\n'
+    )
+    asked = ("plan", "--devices", "1xA10", "--models", str(path), *SHORT)
+    shown = " ".join(cli(*asked, "--engine-memory", "1GiB").output.split())
+    assert "waits 13s for a load (0 in the runs)" in shown
+    taken_over = re.search(r"10ms to take it over \((\d+) in the runs\)", shown)
+    assert taken_over is not None
+    assert int(taken_over[1]) > 0
 
 
 def test_policies_are_compared(cli: Cli, models: str) -> None:

@@ -76,13 +76,19 @@ def test_engines_that_do_not_all_fit(env: dict[str, str]) -> None:
     scarce = ("--engine-memory", "1GB", "--engines-limit", "2GB", "--engine-load", "5s")
     [usual] = rows_of(simulate(env, *small, "--json"))
     [tight] = rows_of(simulate(env, *small, *scarce, "--json"))
-    assert "engine_loads" not in usual
+    assert usual["engine_loads"] == 0
     assert int(str(tight["engine_loads"])) > 0
     assert tight["finished"] == usual["finished"] == usual["requests"]
     assert float(str(tight["ttft_p99_s"])) > 5.0
-    refused = simulate(env, *small, "--engines-limit", "2GB")
+    refused = simulate(env, *small, "--engine-memory", "0B", "--engines-limit", "2GB")
     assert refused.returncode == 2
     assert "add --engine-memory" in refused.stderr
+    shared = (*scarce[2:], "--engine-memory", "500MB", "--families", "3", "--models", "6")
+    [taken_over] = rows_of(simulate(env, *small, *shared, "--json"))
+    assert taken_over["families"] == 3
+    assert int(str(taken_over["engine_takeovers"])) > 0
+    table = simulate(env, *small, *shared).stdout.splitlines()
+    assert table[0].split()[-2:] == ["LOADS", "TAKEOVERS"]
 
 
 def test_engines_of_some_models_may_have_another_size(env: dict[str, str]) -> None:

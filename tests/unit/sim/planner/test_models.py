@@ -169,6 +169,7 @@ class TestFile:
             name = "tune"
             path = "llama"
             count = 2
+            family = "llama"
             """,
         )
         assert chat.targets == Targets(2.0, 0.05)
@@ -176,11 +177,17 @@ class TestFile:
         assert (first.name, second.name) == ("tune-0", "tune-1")
         assert first.targets == Targets()
         assert first.shape == builtin_shape("Llama-3.1-8B")
+        assert (chat.family, first.family, second.family) == ("", "llama", "llama")
 
     @pytest.mark.parametrize(
         ("text", "said"),
         [
             ("", "names no models"),
+            (
+                '[[model]]\nname = "a"\nshape = "Qwen-7B"\nfamily = "f"\n'
+                '[[model]]\nname = "b"\nshape = "Qwen-14B"\nfamily = "f"',
+                "family 'f' differ in size",
+            ),
             ("model = 3", "names no models"),
             ("models = []", "unknown key 'models'"),
             ("[[model]", "is not TOML"),

@@ -71,6 +71,10 @@ def add_model(
     check: Annotated[
         bool, typer.Option("--check", help="Check the model without adding the model.")
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Add the model only if its answers are exact."),
+    ] = False,
     detach: Annotated[
         bool,
         typer.Option("--detach", help="Return after the checks; the daemon downloads and loads."),
@@ -109,6 +113,7 @@ def add_model(
         devices=[] if devices is None else [*numbers("--devices", devices, int, "0,1")],
         check_only=check,
         detach=detach,
+        verify=verify,
     )
     if on_fleet:
         _add_to_fleet(ctx, request, replicas)

@@ -37,8 +37,9 @@ class AddModelRequest(_AddRequest):
     """``POST /models``; the answer is a stream of ``Progress`` lines.
 
     ``devices`` are chosen by hand for the model's engines; without any the scheduler chooses.
-    With ``detach`` the stream ends after the checks, and the daemon goes on. ``peers`` are
-    addresses of the fleet's nodes that have the checkpoint.
+    With ``detach`` the stream ends after the checks, and the daemon goes on. With ``verify`` a
+    model whose answers change by switches or migrations is not added. ``peers`` are addresses of
+    the fleet's nodes that have the checkpoint.
     """
 
     peers: list[PeerUrl] = Field(default=[], max_length=MAX_PEERS)
@@ -51,6 +52,7 @@ class AddModelRequest(_AddRequest):
     devices: list[int] = Field(default=[], max_length=MAX_DEVICES)
     pace: PaceText = ""
     detach: bool = False
+    verify: bool = False
 
 
 class AddAdapterRequest(_AddRequest):

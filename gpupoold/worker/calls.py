@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from gpupoold.errors import GpupoolError, UsageError
+from gpupoold.errors import GpupoolError, NoSuchModel, UsageError
 from gpupoold.memory.device import OutOfPages
+from gpupoold.system.activity import ThreadPhase
 from gpupoold.wire.messages import Call, CallResult
 from gpupoold.worker.turns.loop import TurnLoop
+from gpupoold.worker.turns.self_check import verify
 
 
 def answer(loop: TurnLoop, call: Call) -> CallResult | None:
@@ -75,6 +77,26 @@ def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
     return {"kv_out_bytes": loop.residency.page_out(engine.name)}
 
 
+def _verify(loop: TurnLoop, model: str) -> dict[str, Any]:
+    """Compare answers amid switches and migrations with undisturbed ones; runs between steps.
+
+    Returns the first difference as ``problem``, which is empty for equal answers.
+    """
+    engine = loop.turns.call(loop.engine, model)
+
+    def checked() -> Generator[None, None, str]:
+        slices = verify(engine, loop.residency)
+        while loop.engine(model) is engine:
+            try:
+                next(slices)
+            except StopIteration as end:
+                return str(end.value)
+            yield
+        raise NoSuchModel(f"{model} has another engine now")
+
+    return {"problem": loop.turns.run_slices(checked(), ThreadPhase.SELF_CHECK, model)}
+
+
 def _load_adapter(loop: TurnLoop, model: str, number: int, name: str, path: str) -> dict[str, Any]:
     """Make an adapter of a loaded model known to its engine; runs beside steps."""
     adapters = loop.turns.call(loop.engine, model).adapters
@@ -95,4 +117,4 @@ _OPERATIONS: dict[str, _Operation] = {
     "page_out": _page_out,
     "unload_adapter": _unload_adapter,
 }
-_BESIDE: dict[str, _Operation] = {"load_adapter": _load_adapter}
+_BESIDE: dict[str, _Operation] = {"load_adapter": _load_adapter, "verify": _verify}

@@ -109,6 +109,8 @@ class Schedule(GroupCheck):
                 self._act()
             for place in self._places:
                 self._finish_all(place)
+                for family in place.present:
+                    assert place.worker.call("verify", model=family.name) == {"problem": ""}
                 place.worker.close()
 
     def _act(self) -> None:

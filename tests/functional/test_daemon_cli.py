@@ -134,9 +134,11 @@ class TestChanging:
         before = Traces.of(pool)
         source = str(tiny_models[QWEN2])
         options = ["--dtype", "float32", "--max-len", "256", "--ttft", "2s", "--alias", "brief-a"]
+        options += ["--verify"]
         added = cli(pool, "add-model", "brief", "--source", source, *options)
         assert (added.returncode, added.stdout) == (0, "")
         assert "brief: ready" in added.stderr
+        assert ", verified" in added.stderr
         assert json.loads(cli(pool, "show", "brief-a", "--json").stdout)["max_model_len"] == 256
         assert cli(pool, "run", "brief-a", "hello", "--max-tokens", "4").returncode == 0
 

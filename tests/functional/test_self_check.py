@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from gpupoold.wire import messages as m
-from tests.functional.worker_peer import WorkerPeer
+from tests.functional.daemon_tools import weight_bytes
+from tests.functional.worker_peer import WorkerPeer, prompt
 
 INTERVAL = 3
 PROMPT = [11, 7, 42, 5]
@@ -55,3 +56,28 @@ def _answer(peer: WorkerPeer, model: str, request_id: str) -> list[int]:
     peer.ask(model, request_id, PROMPT, task=task, max_tokens=4)
     peer.run_until_ended(request_id)
     return peer.tokens[request_id]
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-bert-embed"])
+def test_a_model_is_verified_beside_streams(
+    tiny_models: dict[str, Path], tiny_pooling_models: dict[str, Path], name: str
+) -> None:
+    """Its answers stay the same amid switches and migrations, until its snapshot is damaged."""
+    paths = {**tiny_models, **tiny_pooling_models}
+    size = max(weight_bytes(paths[one]) for one in (name, "tiny-qwen3"))
+    peer = WorkerPeer(int(1.5 * size) + (8 << 20))
+    try:
+        for model in (name, "tiny-qwen3"):
+            peer.load(model, paths[model], max_model_len=128)
+        [alone] = peer.answers_alone(["tiny-qwen3"], 1, 60).values()
+        peer.ask("tiny-qwen3", "stream", prompt(0), max_tokens=60)
+        assert peer.call("verify", model=name) == {"problem": ""}
+        peer.run_until_ended("stream")
+        assert peer.tokens["stream"] == alone
+        peer.call("check_integrity")
+        snapshot = peer.snapshots[name]
+        os.pwrite(snapshot.fd, b"\x3f" * (os.fstat(snapshot.fd).st_size // 2), 0)
+        problem = peer.call("verify", model=name)["problem"]
+        assert problem.startswith("switched out and in after each token, the answer to prompt 0")
+    finally:
+        peer.close()

@@ -33,7 +33,7 @@ from gpupoold.control.models.snapshots import ModelSnapshots
 from gpupoold.control.weights.cache import HostMemoryBudget, SnapshotId
 from gpupoold.domain import ModelSpec, ModelState
 from gpupoold.engine_options.names import check_options
-from gpupoold.errors import GpupoolError, Refused, Unavailable
+from gpupoold.errors import Failed, GpupoolError, Refused, Unavailable
 from gpupoold.memory.libc import available_bytes
 from gpupoold.units import format_bytes
 
@@ -99,7 +99,7 @@ class Additions(ModelPart):
             self._fleet.drop_proposal(proposal)
             raise
         # A separate task, which undoes its steps when the reader leaves.
-        task = asyncio.create_task(self._register_and_load(intake.spec, intake.weight_bytes))
+        task = asyncio.create_task(self._register_and_load(intake, verifies=request.verify))
         self._tasks[request.name] = task
         self._fleet.began(request.name, task)
         task.add_done_callback(lambda _: self._tasks.pop(request.name, None))
@@ -117,6 +117,7 @@ class Additions(ModelPart):
             await self._controller.settle(row.spec.name)
         engines = self._fleet.hosts.engines().get(row.spec.name, {}).values()
         note = next((f"loaded in {load_text(engine.load)}" for engine in engines), "")
+        note += ", verified" * request.verify
         yield Progress(stage="ready", note=note, model=model_info(row))
 
     def cancel(self, name: str) -> None:
@@ -135,7 +136,8 @@ class Additions(ModelPart):
         budget = self._snapshots.host_budget
         return Intake(self._parts, request, budget, self._divisions, self._inspector)
 
-    async def _register_and_load(self, spec: ModelSpec, weight_bytes: int) -> ModelRow:
+    async def _register_and_load(self, intake: Intake, *, verifies: bool) -> ModelRow:
+        spec = intake.spec
         # A cancellation may come after the write, so the write is always waited for.
         registering = asyncio.create_task(self._register(spec))
         try:
@@ -143,7 +145,9 @@ class Additions(ModelPart):
             await self._divisions.keep(spec)
             self._fleet.loading(spec.name)
             await self._registry.set_state(spec.name, ModelState.LOADING)
-            await self._controller.add(spec.name, weight_bytes)
+            await self._controller.add(spec.name, intake.weight_bytes)
+            if verifies:
+                await self._verify(spec.name)
         except BaseException as error:
             reason = str(error) or "the client disconnected"
             await uncut(self._undo(registering, spec.name, reason))
@@ -154,6 +158,19 @@ class Additions(ModelPart):
         text = f"serving from {spec.path}"
         self._history.record_event("info", "model_added", spec.name, text)
         return await self.find(spec.name)
+
+    async def _verify(self, name: str) -> None:
+        """Compare the model's answers amid switches and migrations with undisturbed ones.
+
+        Raises:
+            Failed: an answer differs.
+        """
+        number = min(self._fleet.hosts.engines()[name])
+        worker = self._supervisor.workers[number]
+        result = cast("dict[str, str]", await self._supervisor.call(worker, "verify", model=name))
+        if result["problem"]:
+            text = f"{name} is not exact on device {number}: {result['problem']}"
+            raise Failed(text, "add the model without --verify to serve it nevertheless")
 
     async def _register(self, spec: ModelSpec) -> ModelRow:
         added = await self._registry.add(spec)

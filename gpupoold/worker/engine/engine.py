@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreRequest, core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
-from vllm.v1.serial_utils import MsgpackDecoder
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.device import Device
@@ -293,6 +293,29 @@ class ModelEngine:
         A pooling model makes one result instead of tokens. No two prompts share a prefix, so every
         prompt is prefilled in full.
         """
+        request = self._synthetic(request_id, num_prompt_tokens, max_tokens)
+        self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def resume_synthetic(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        token_ids: Sequence[int],
+        kv: tuple[Slot, KvTransfer],
+    ) -> None:
+        """Queue the rest of such a request after ``token_ids``, with its KV.
+
+        Raises:
+            Refused: the engine does not accept the request.
+        """
+        request = self._synthetic(request_id, num_prompt_tokens, max_tokens)
+        frames: Any = MsgpackEncoder().encode(request)
+        self.add([bytes(frame) for frame in frames], token_ids, kv)
+
+    def _synthetic(
+        self, request_id: str, num_prompt_tokens: int, max_tokens: int
+    ) -> EngineCoreRequest:
         size = self._core.vllm_config.model_config.get_vocab_size()
         tokens = random.Random(request_id)
         sampling = pooling = None
@@ -304,7 +327,7 @@ class ModelEngine:
             pooling = self._pooling_params()
         if self.prefixes is not None:
             self.prefixes.unkept.add(request_id)
-        request = EngineCoreRequest(
+        return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=tokens.choices(range(size), k=num_prompt_tokens),
             mm_features=None,
@@ -315,7 +338,6 @@ class ModelEngine:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        self._core.add_request(*self._core.preprocess_add_request(request))
 
     def _pooling_params(self) -> PoolingParams:
         """Return the parameters of a synthetic request, whose result has no activation."""

@@ -25,6 +25,7 @@ from gpupoold.errors import Failed
 from gpupoold.memory.device import Copy, CopyStream, Device, Direction, OutOfPages
 from gpupoold.memory.transfers import BATCH_BYTES
 from gpupoold.memory.weights import WeightMemory
+from gpupoold.wire.messages import KvTransfer
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.engine.layer_gates import LayerGates, plan_gates, recorded_calls
 from gpupoold.worker.engine.steps import Step
@@ -36,6 +37,9 @@ _SELF_CHECK = "self-check"
 _NUM_PROMPT_TOKENS = 16
 _NUM_TOKENS = 8
 _MAX_STEPS = 64
+# Prompts of a verification, and tokens of each answer.
+_NUM_VERIFIED = 3
+_VERIFIED_TOKENS = 32
 # Numbers of a pooling result that are compared, and their largest deviation as a share of the
 # largest number: the kernels of two kinds of device differ in the last bits of each sum.
 _NUM_SAMPLES = 64
@@ -62,8 +66,11 @@ def run_self_check(
     residency: Residency,
     num_tokens: int = _NUM_TOKENS,
     step: Callable[[], list[Step]] | None = None,
+    name: str = _SELF_CHECK,
 ) -> Generator[None, None, tuple[int, ...]]:
     """Return a model's ``num_tokens`` greedy tokens, or its sampled result, for a fixed prompt.
+
+    The request's ``name`` decides on the prompt.
 
     A slice has one step, made by ``step`` or else by the engine. The model's other requests pause
     meanwhile: in a batch the last bits of a sum may differ. Makes the model resident, so the
@@ -73,26 +80,31 @@ def run_self_check(
         NoAnswer: running requests leave no memory, or the answer does not end.
         OutOfPages: the model does not fit even alone.
     """
-    room = engine.info.max_model_len - 1
-    num_prompt_tokens = max(1, min(_NUM_PROMPT_TOKENS, room - _NUM_TOKENS))
-    num_tokens = max(1, min(num_tokens, room - num_prompt_tokens))
+    num_prompt_tokens, num_tokens = _sizes(engine, num_tokens)
     tokens: list[int] = []
-    with engine.only(_SELF_CHECK):
-        engine.add_synthetic(_SELF_CHECK, num_prompt_tokens, num_tokens)
+    with engine.only(name):
+        engine.add_synthetic(name, num_prompt_tokens, num_tokens)
         for _ in range(_MAX_STEPS):
             yield
             residency.make_resident(engine.name)
             residency.ensure_kv(engine.name)
             for made in (step or engine.whole_steps)():
-                if _SELF_CHECK in made.pooled:
-                    return sample_of(made.pooled[_SELF_CHECK])
+                if name in made.pooled:
+                    return sample_of(made.pooled[name])
                 for item in made.progress:
                     tokens += item.new_token_ids
                     if item.finish_reason is not None:
                         return tuple(tokens)
-        engine.abort([_SELF_CHECK])
+        engine.abort([name])
         engine.kv.discard_dead()
     raise NoAnswer(f"{engine.info.name}: the self-check has no answer after {_MAX_STEPS} steps")
+
+
+def _sizes(engine: ModelEngine, num_tokens: int) -> tuple[int, int]:
+    """Return the lengths of prompt and answer that fit into the model's context."""
+    room = engine.info.max_model_len - 1
+    num_prompt_tokens = max(1, min(_NUM_PROMPT_TOKENS, room - _NUM_TOKENS))
+    return num_prompt_tokens, max(1, min(num_tokens, room - num_prompt_tokens))
 
 
 def sample_of(result: torch.Tensor) -> tuple[int, ...]:
@@ -181,6 +193,68 @@ def first_self_check(
     if (gates := _gates_of(engine, called)) is not None:
         yield from _allow_early_start(engine, residency, device, gates, answer)
     return answer
+
+
+def verify(engine: ModelEngine, residency: Residency) -> Generator[None, None, str]:
+    """Compare answers amid moves with undisturbed answers; return the first difference, if any.
+
+    Undisturbed is an answer of vLLM's own engine with the weights resident. The moves are those of
+    switches and of migrations: after each token the model leaves the device, or the request leaves
+    the engine and comes back with its KV; a pooling model leaves the device before. A slice has one
+    step. Raises as ``run_self_check``.
+    """
+    for number in range(_NUM_VERIFIED):
+        name = f"verify-{number}"
+        expected = yield from run_self_check(engine, residency, _VERIFIED_TOKENS, name=name)
+        for how, move in (("switched out and in", _move_model), ("migrated", _move_request)):
+            residency.page_out(engine.name)
+            step = partial(_step_and_move, engine, residency, name, list[int](), move)
+            answered = yield from run_self_check(
+                engine, residency, _VERIFIED_TOKENS, step=step, name=name
+            )
+            if not is_same_answer(expected, answered, generates=engine.info.generates):
+                pairs = enumerate(zip(expected, answered, strict=False))
+                at = next((at for at, (one, other) in pairs if one != other), len(answered))
+                return f"{how} after each token, the answer to prompt {number} differs at {at}"
+    return ""
+
+
+_Move = Callable[[ModelEngine, Residency, str, list[int]], None]
+
+
+def _step_and_move(
+    engine: ModelEngine, residency: Residency, name: str, tokens: list[int], move: _Move
+) -> list[Step]:
+    """Run a step, then move; ``tokens`` are the request's so far."""
+    made = engine.whole_steps()
+    for step in made:
+        for item in step.progress:
+            tokens += item.new_token_ids
+    if not any(step.ended for step in made):
+        move(engine, residency, name, tokens)
+    return made
+
+
+def _move_model(engine: ModelEngine, residency: Residency, name: str, tokens: list[int]) -> None:
+    residency.page_out(engine.name)
+
+
+def _move_request(engine: ModelEngine, residency: Residency, name: str, tokens: list[int]) -> None:
+    """End a request and add it again with its KV, if its KV alone is enough to go on."""
+    computed = engine.computed_kv(name)
+    if computed is None or not computed.blocks:
+        return
+    exported = residency.export(engine.name, computed.blocks, lambda _: None)
+    if exported is None:
+        return
+    slot, transfer = exported
+    transfer.wait()
+    print("MOVED", name, computed.num_tokens, len(computed.blocks), flush=True)
+    engine.abort([name])
+    engine.kv.settle_exports()
+    moved = KvTransfer(name, 0, len(computed.blocks), [], computed.num_tokens)
+    sizes = _sizes(engine, _VERIFIED_TOKENS)
+    engine.resume_synthetic(name, *sizes, tokens, (slot, moved))
 
 
 def _allow_early_start(

@@ -118,6 +118,10 @@ class PlayedWorker:
                 self._box.told.append(f"abort {message.request_ids[0]} on {self._number}")
             case m.AddRequest():
                 self._box.requests.setdefault(self._number, []).append(message.request_id)
+            case m.Call():
+                self._box.told.append(f"{message.method} on {self._number}")
+                answer = {"problem": self._box.problem}
+                self.channel.send(m.CallResult(message.call_id, answer))
             case m.SetTargets():
                 self._box.targets[message.name, self._number] = message.ttft_s
             case m.Shutdown():
@@ -232,6 +236,8 @@ class ModelsBox:
         self.targets: dict[tuple[str, int], float] = {}
         """The times to the first token that workers were told of, by model and worker."""
         self.take_problem = ""
+        self.problem = ""
+        """The first answer that differs in a verification."""
         self.device_bytes = 1 << 30
         self.broken: set[int] = set()
         self.replies: list[m.Message] = []

@@ -1,4 +1,4 @@
-"""Removals by force of models whose loads do not stop."""
+"""Models that are not added: not exact, or removed by force while their loads do not stop."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ async def box(tmp_path: Path, registry: Registry, history: History) -> AsyncIter
     made = ModelsBox(tmp_path, registry, history, load_timeout_s=FOR_EVER_S)
     async with running(made, "a"):
         yield made
+
+
+async def test_a_model_that_is_not_exact_is_not_added(box: ModelsBox, tmp_path: Path) -> None:
+    source = samples.write(tmp_path / "source", samples.checkpoint())
+    request = AddModelRequest(name="new", source=str(source), verify=True)
+    box.problem = "migrated after each token, the answer to prompt 0 differs at 7"
+    with pytest.raises(Failed, match="new is not exact on device 0: migrated after each token"):
+        _ = [line async for line in box.lifecycle.add(request)]
+    assert "verify on 0" in box.told
+    assert not box.fleet.knows("new")
+    box.problem = ""
+    lines = [line async for line in box.lifecycle.add(request)]
+    assert lines[-1].note.endswith("verified")
+    assert box.fleet.knows("new")
 
 
 async def begun(box: ModelsBox, tmp_path: Path) -> asyncio.Task[list[str]]:

@@ -33,6 +33,14 @@ _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
 _REFETCH = "download or copy this file again"
 
+_NOT_OF_STEPS = {
+    "_name_or_path",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "transformers_version",
+}
+
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_DEPTH = 64
 MAX_VALUES = 1_000_000
@@ -244,6 +252,17 @@ def _truncated(path: Path, actual: int, expected: int, what: str) -> Refused:
         f"({format_bytes(expected)}) are needed {what}",
         _REFETCH,
     )
+
+
+def config_of_steps(folder: Path) -> str:
+    """Return ``config.json`` without names and token ids, equal for fine-tunes of one model.
+
+    Raises:
+        Refused: as ``read_json``.
+    """
+    config = read_json(folder / layout.CONFIG_FILE)
+    kept = {k: v for k, v in config.items() if k not in _NOT_OF_STEPS and v is not None}
+    return json.dumps([kept, (folder / layout.MODULES_FILE).exists()], sort_keys=True)
 
 
 def read_json(file: Path, max_values: int = MAX_VALUES) -> dict[str, Any]:

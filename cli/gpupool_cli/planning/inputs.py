@@ -14,7 +14,13 @@ from gpupoold.domain import RequestRecord, Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.host import HostWishes
 from gpupoold.sim.planner.load import PlanLoad, history_load, poisson_load, trace_load
-from gpupoold.sim.planner.models import PlannedModel, read_checkpoint, read_models, read_shape
+from gpupoold.sim.planner.models import (
+    PlannedModel,
+    read_checkpoint,
+    read_family,
+    read_models,
+    read_shape,
+)
 from gpupoold.units import parse_size_bytes
 
 
@@ -217,6 +223,9 @@ def _planned(info: ModelInfo) -> PlannedModel:
     # A model with attention in both directions has no KV.
     if not weight_bytes or (info.generates and not kv_bytes_per_token):
         raise UsageError(f"{info.name}: not loaded yet, so the sizes are unknown, and {problem}")
+    family = ""
+    if not (info.adapters or any(key.startswith("speculative_config") for key in info.engine)):
+        family = read_family(Path(info.path), info.dtype, info.max_model_len, info.engine)
     return PlannedModel(
         info.name,
         Targets(info.ttft_s, info.tbt_s),
@@ -227,4 +236,5 @@ def _planned(info: ModelInfo) -> PlannedModel:
         tuple(info.latencies),
         info.max_model_len,
         generates=info.generates,
+        family=family,
     )

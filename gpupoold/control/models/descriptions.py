@@ -9,8 +9,7 @@ from pathlib import Path
 from gpupool_state import ModelRow, ProfilePhase, ProfileRow
 from gpupoold.api.schemas_models import AddModelRequest, FoundInfo, ModelInfo
 from gpupoold.checkpoints.check import CheckpointInfo
-from gpupoold.checkpoints.files import read_json
-from gpupoold.checkpoints.layout import MODULES_FILE
+from gpupoold.checkpoints.files import config_of_steps
 from gpupoold.checkpoints.parsers import FoundParsers
 from gpupoold.config.schema import Settings
 from gpupoold.domain import ModelName, ModelSpec, ModelState, Targets
@@ -22,13 +21,6 @@ from gpupoold.wire.messages import LoadedModel, WorkerReady
 
 # Settings that decide on the times of steps, and keys of config.json that do not.
 _OF_STEPS = ("dtype", "max_model_len", "engine")
-_NOT_OF_STEPS = {
-    "_name_or_path",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "transformers_version",
-}
 
 
 def model_info(
@@ -100,14 +92,9 @@ def have_equal_steps(one: ModelSpec, other: ModelSpec) -> bool:
     if any(getattr(one, name) != getattr(other, name) for name in _OF_STEPS):
         return False
     try:
-        first, second = (read_json(Path(spec.path) / "config.json") for spec in (one, other))
+        return config_of_steps(Path(one.path)) == config_of_steps(Path(other.path))
     except Refused:
         return False
-    if len({(Path(spec.path) / MODULES_FILE).exists() for spec in (one, other)}) > 1:
-        return False
-    return all(
-        first.get(name) == second.get(name) for name in (first | second).keys() - _NOT_OF_STEPS
-    )
 
 
 def profile_rows(

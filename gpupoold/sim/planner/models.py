@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from gpupoold.checkpoints.check import check_checkpoint
+from gpupoold.checkpoints.files import config_of_steps
 from gpupoold.checkpoints.survey import estimate_weight_bytes
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, Targets
 from gpupoold.errors import Refused, UsageError
@@ -176,6 +177,17 @@ def read_checkpoint(folder: Path, dtype: str = "auto") -> Checkpoint:
         return Checkpoint(shape, estimate_weight_bytes(info, dtype))
     except Refused as error:
         raise UsageError(error.message, error.hint) from error
+
+
+def read_family(folder: Path, *settings: object) -> str:
+    """Return a text that fine-tunes of one model with equal ``settings`` have in common.
+
+    Empty if ``config.json`` cannot be read.
+    """
+    try:
+        return repr((config_of_steps(folder), *settings))
+    except Refused:
+        return ""
 
 
 def read_shape(folder: Path, dtype: str = "auto") -> ModelShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpupoold.latency.shape import group_name, hardware
@@ -126,7 +127,8 @@ def _engines(question: PlanQuestion, plan: Plan) -> str:
         f"to another waits {format_duration(engines.load_s)} for a load ({shown.num_loads:,} in "
         "the runs)"
     )
-    if not any(model.family for model in models):
+    families = Counter(model.family for model in models if model.family)
+    if max(families.values(), default=1) == 1:
         return f"{text}; fine-tunes share engines if the file of models names their family."
     return (
         f"{text}, or, where an engine of its family is idle, {format_duration(BIND_S)} to take it "

@@ -245,6 +245,19 @@ class TestDaemon:
         assert plan["models"][0]["step_times"] == "scaled"
         assert any("on NVIDIA A10 do not apply to H800" in note for note in plan["notes"])
 
+    def test_registered_fine_tunes_are_a_family(
+        self, daemon: FakeDaemon, cli: Cli, tiny_models: dict[str, Path]
+    ) -> None:
+        for name in ("qwen", "tune"):
+            self.measured(daemon, name)
+            known = daemon.models[name].latencies
+            daemon.add(name, latencies=known, path=str(tiny_models["tiny-qwen2"]))
+        scarce = ("--engine-memory", "1GB", "--engines-limit", "1GB")
+        base = ("plan", "--devices", "1xA10", "--models", "registered", "--rps", "0.1", *SHORT)
+        assert "10ms to take it over" in " ".join(cli(*base, *scarce).output.split())
+        daemon.add("tune", latencies=known, path=str(tiny_models["tiny-llama"]))
+        assert "10ms" not in cli(*base, *scarce).output
+
     def test_no_daemon_no_models_no_history(
         self, daemon: FakeDaemon, cli: Cli, models: str, process_cli: ProcessCli
     ) -> None:

@@ -17,7 +17,7 @@ SHARD ?= $(shell echo $$(($$(git rev-list --count HEAD) % $(SHARDS) + 1)))/$(SHA
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall wheel deb demo pictures test test-slow test-all lint format types imports prose reference check bench-switch bench-overhead bench-memory bench-loads bench-family bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz judge gpu-bundle clean
+.PHONY: help venv install uninstall wheel deb demo pictures test test-slow test-all lint format types imports prose reference check bench-switch bench-overhead bench-memory bench-loads bench-pinning bench-family bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz judge gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ bench-memory: venv ## every figure of the memory work: build/bench-memory.json
 
 bench-loads: venv ## streams on small cards while a model is added: build/bench-loads.json
 	@$(BIN)/python -m benchmarks.small_cards
+
+bench-pinning: venv ## a stream while another worker pins: build/bench-pinning.json
+	@$(BIN)/python -m benchmarks.pinning
 
 bench-family: venv ## twenty fine-tunes on one small card: build/bench-family.json
 	@$(BIN)/python -m benchmarks.fine_tunes

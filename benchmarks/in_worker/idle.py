@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
     from gpupoold.worker.turns.loop import TurnLoop
 
 _KV_HOST_CACHE = "/memfd:gpupool-kv "
+_POLL_S = 0.01
 _SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")
 
 
 def empty_device(loop: TurnLoop) -> None:
-    """Page all models out of an idle device.
+    """Page all models out of an idle device, whose host memory is then pinned.
 
     Raises:
         Refused: the device serves requests.
@@ -30,6 +32,9 @@ def empty_device(loop: TurnLoop) -> None:
     HEAP.collect()
     for name in loop.engines:
         loop.residency.page_out(name)
+    device = loop.own.device
+    while (unpinned := device.unpinned()).num_bytes and not unpinned.problem:
+        time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager

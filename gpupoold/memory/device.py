@@ -54,6 +54,13 @@ class Copy(NamedTuple):
     num_bytes: int
 
 
+class Unpinned(NamedTuple):
+    """Host bytes that are not pinned, or not yet, and the driver's refusal, if any."""
+
+    num_bytes: int = 0
+    problem: str = ""
+
+
 def cut(copies: Sequence[Copy], batch_bytes: int) -> Iterator[list[Copy]]:
     """Yield ``copies`` in order, cut into lists of ``batch_bytes``; the last may be shorter."""
     batch: list[Copy] = []
@@ -246,9 +253,9 @@ class Device(ABC):
     def set_live(self, is_live: bool) -> None:  # noqa: B027
         """Say whether requests are live, which pinning would delay."""
 
-    def unpinned(self) -> tuple[int, str]:
-        """Return the bytes that are not pinned, or not yet, and the driver's refusal, if any."""
-        return 0, ""
+    def unpinned(self) -> Unpinned:
+        """Return what host memory is not pinned."""
+        return Unpinned()
 
     def wait_for_driver(self) -> None:  # noqa: B027
         """Wait as a launch of kernels does, for a modelled driver of an emulated device."""

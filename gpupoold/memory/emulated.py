@@ -24,7 +24,7 @@ from itertools import count
 from pathlib import Path
 
 from gpupoold.memory import libc
-from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, PageRun
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, PageRun, Unpinned
 from gpupoold.memory.libc import create_memfd
 from gpupoold.memory.pinning import IdleLock, PinnedMemory, StagedCopies, StagedCopyStream
 from gpupoold.units import format_bytes
@@ -51,24 +51,27 @@ def default_page_bytes(device_bytes: int) -> int:
 class ModelledDriver:
     """A modelled GPU driver, which pins host memory at ``pin_bytes_per_s`` under a lock.
 
-    Launches wait for the lock, which all processes share that open the file ``lock``. The driver
-    refuses more than ``limit_bytes``, unless negative.
+    Launches wait for the lock, which all processes share that open the files ``lock``, in the order
+    of their arrival. The driver refuses more than ``limit_bytes``, unless negative.
     """
 
     def __init__(
         self, pin_bytes_per_s: float, limit_bytes: int = -1, lock: Path | None = None
     ) -> None:
-        """Open the file.
+        """Open the files.
 
         Raises:
-            OSError: the file cannot be created.
+            OSError: a file cannot be created.
         """
         self._bytes_per_s = pin_bytes_per_s
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._fd = -1 if lock is None else os.open(lock, flags, 0o600)
-        self._lock = threading.Lock()
         self._limit_bytes = limit_bytes
         self._sizes: dict[int, int] = {}
+        # The first has who waits next for the second, so that a waiting launch comes before the
+        # next piece, as in the kernel's fair locks.
+        self._locks = threading.Lock(), threading.Lock()
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        names = [] if lock is None else [lock.with_suffix(".queue"), lock]
+        self._fds = [os.open(name, flags, 0o600) for name in names]
 
     def bind_thread(self) -> None:
         """Do nothing: every thread may make the other calls."""
@@ -90,19 +93,28 @@ class ModelledDriver:
             pass
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+        for fd in self._fds:
+            os.close(fd)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._lock:
-            if self._fd >= 0:
-                fcntl.flock(self._fd, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                if self._fd >= 0:
-                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._take(0)
+        self._take(1)
+        self._give(0)
+        try:
+            yield
+        finally:
+            self._give(1)
+
+    def _take(self, number: int) -> None:
+        self._locks[number].acquire()
+        if self._fds:
+            fcntl.flock(self._fds[number], fcntl.LOCK_EX)
+
+    def _give(self, number: int) -> None:
+        if self._fds:
+            fcntl.flock(self._fds[number], fcntl.LOCK_UN)
+        self._locks[number].release()
 
 
 class EmulatedDevice(Device):
@@ -242,10 +254,8 @@ class EmulatedDevice(Device):
         if self._pinned is not None:
             self._pinned.idle.set_live(is_live)
 
-    def unpinned(self) -> tuple[int, str]:
-        if self._pinned is None:
-            return 0, ""
-        return self._pinned.unpinned_bytes, self._pinned.problem
+    def unpinned(self) -> Unpinned:
+        return Unpinned() if self._pinned is None else self._pinned.unpinned
 
     def wait_for_driver(self) -> None:
         if self._driver is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from gpupoold.memory import libc
-from gpupoold.memory.device import Copy, CopyStream, Direction, cut
+from gpupoold.memory.device import Copy, CopyStream, Direction, Unpinned, cut
 
 # A registration holds driver locks, which all processes share, for 0.1 s per GB, and launches of
 # kernels wait meanwhile: 6 ms for a piece. The cost of more calls is negligible. (vllm#42632 and
@@ -28,9 +28,10 @@ from gpupoold.memory.device import Copy, CopyStream, Direction, cut
 # and more than 2 GiB with kernels 6.11 to 6.13.)
 PIN_BYTES = 64 << 20
 
-# Beside live requests a piece is pinned in each interval, otherwise piece after piece.
+# Beside live requests a piece is pinned in each interval, otherwise piece after piece, with a pause
+# in which others have a turn who wait for a lock.
 _LIVE_INTERVAL_S = 0.25
-_IDLE_INTERVAL_S = 0.001
+_PAUSE_S = 0.001
 
 # Buffers of a copy stream: two batches are under way, and one is being written.
 _NUM_BUFFERS = 3
@@ -138,13 +139,13 @@ class PinnedMemory:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self.problem = ""
-        """The driver's latest refusal; cleared when other memory is unpinned."""
+        self._problem = ""  # the driver's latest refusal; cleared when other memory is unpinned
 
     @property
-    def unpinned_bytes(self) -> int:
-        """Bytes of ranges that are not pinned, or not yet."""
-        return sum(held.num_bytes - held.pinned_bytes for held in list(self._ranges.values()))
+    def unpinned(self) -> Unpinned:
+        """What is not pinned of all ranges."""
+        missing = (held.num_bytes - held.pinned_bytes for held in list(self._ranges.values()))
+        return Unpinned(sum(missing), self._problem)
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Pin a range, as far as the driver permits; the rest is tried again later.
@@ -154,7 +155,7 @@ class PinnedMemory:
         held = _Range(address, num_bytes, -next(self._uses))
         self._ranges[address] = held
         while held.pinned_bytes < num_bytes and self._pin_piece(held):
-            pass
+            time.sleep(_PAUSE_S)
         if held.pinned_bytes < num_bytes:
             self._wait_for_idleness(held)
 
@@ -182,7 +183,7 @@ class PinnedMemory:
             self._registrations = starts[:first] + starts[last:], ends[:first] + ends[last:]
             del self._ranges[address]
         with self._changed:
-            self.problem = ""
+            self._problem = ""
             self._changed.notify()
 
     def split(self, address: int, num_bytes: int) -> Iterator[HostPart]:
@@ -232,7 +233,7 @@ class PinnedMemory:
                     self._pin_piece(held)
                 finally:
                     self.idle.release()
-                time.sleep(_IDLE_INTERVAL_S)  # who waits for a lock has a turn
+                time.sleep(_PAUSE_S)
             elif not self._closes_within(_LIVE_INTERVAL_S):
                 self._pin_piece(held)
 
@@ -240,7 +241,7 @@ class PinnedMemory:
         """Wait for a range that can be pinned; return None at the end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_closed or bool(self._waiting and not self.problem)
+                lambda: self._is_closed or bool(self._waiting and not self._problem)
             )
             if self._is_closed:
                 return None
@@ -263,7 +264,7 @@ class PinnedMemory:
                 _logger.warning(
                     "%s; copies of memory that is not pinned pass through buffers", error
                 )
-                self.problem = str(error)
+                self._problem = str(error)
                 return False
             held.pinned_bytes += length
             if held.pinned_bytes == held.num_bytes:

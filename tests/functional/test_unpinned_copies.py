@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_checkpoint(folder, Recipe(name, SIZE_BYTES)) for name in NAMES}
 
 
-def start(checkpoints: dict[str, Path], options: dict[str, object]) -> WorkerPeer:
+def start(checkpoints: dict[str, Path], options: dict[str, Any]) -> WorkerPeer:
     """A device for one model and its KV."""
-    largest = max(map(weight_bytes, checkpoints.values()))
-    peer = WorkerPeer(int(1.4 * largest), kv_host_bytes=32 << 20, options=options, quota_max_s=0.1)
+    num_ranks = options.get("--num-gpus", 1)
+    num_bytes = int(1.4 * max(map(weight_bytes, checkpoints.values()))) // num_ranks
+    peer = WorkerPeer(num_bytes, (32 << 20) // num_ranks, options=options, quota_max_s=0.1)
     for name, path in checkpoints.items():
         peer.load(name, path, max_model_len=512)
     return peer
@@ -42,14 +44,23 @@ def expected(checkpoints: dict[str, Path]) -> dict[tuple[str, int], list[int]]:
         peer.close()
 
 
-@pytest.fixture(params=[0, 100 << 20], ids=["nothing", "a part"])
+@pytest.fixture(
+    params=[(0, 1), (100 << 20, 1), pytest.param((50 << 20, 2), marks=pytest.mark.slow)],
+    ids=["nothing", "a part", "a part, on a group"],
+)
 def peer(
     request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path: Path
 ) -> Iterator[WorkerPeer]:
     """A device whose driver pins nothing, or the host cache, buffers and one of the models."""
-    peer = start(
-        checkpoints, {**_MODELLED, "--pinned-limit-bytes": request.param, "--locks": tmp_path}
-    )
+    limit_bytes, num_ranks = request.param
+    options = {
+        **_MODELLED,
+        "--pinned-limit-bytes": limit_bytes,
+        "--locks": tmp_path,
+        "--num-gpus": num_ranks,
+        "--are-cores-shared": int(num_ranks > 1),
+    }
+    peer = start(checkpoints, options)
     yield peer
     peer.close()
 
@@ -72,5 +83,5 @@ def test_answers_are_those_of_pinned_memory(
         assert peer.tokens[request_id] == expected[key]
     peer.call("check_integrity")
     assert peer.status is not None
-    assert peer.status.unpinned_bytes >= SIZE_BYTES // 2
+    assert peer.status.unpinned_bytes >= SIZE_BYTES // 4
     assert "the modelled driver pins at most" in peer.status.pinning_problem

@@ -25,7 +25,16 @@ from functools import partial
 
 from gpupoold.errors import Failed
 from gpupoold.memory.cuda.driver import CudaCopyStream, CudaDriver, CudaError
-from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, PageRun, split_runs
+from gpupoold.memory.device import (
+    Copy,
+    CopyStream,
+    Device,
+    Direction,
+    Fence,
+    PageRun,
+    Unpinned,
+    split_runs,
+)
 from gpupoold.memory.libc import node_of, prefer_node
 from gpupoold.memory.pinning import IdleLock, PinnedMemory, StagedCopies, StagedCopyStream
 from gpupoold.units import format_bytes
@@ -227,8 +236,8 @@ class CudaDevice(Device):
     def set_live(self, is_live: bool) -> None:
         self.pinned.idle.set_live(is_live)
 
-    def unpinned(self) -> tuple[int, str]:
-        return self.pinned.unpinned_bytes, self.pinned.problem
+    def unpinned(self) -> Unpinned:
+        return self.pinned.unpinned
 
     def unpin(self, address: int, num_bytes: int) -> None:
         """Unpin a range, after the copies started earlier have finished.

@@ -18,7 +18,7 @@ from inspect import signature
 from typing import Any, NamedTuple, TypeVar, cast
 
 from gpupoold.errors import Failed
-from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, PageRun
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, PageRun, Unpinned
 from gpupoold.memory.group.link import Link, OrderBook, OrderCount, RankLost
 from gpupoold.memory.host import HostBuffer
 
@@ -148,7 +148,7 @@ class GroupDevice(Device):
     def set_live(self, is_live: bool) -> None:
         self._own.set_live(is_live)
 
-    def unpinned(self) -> tuple[int, str]:
+    def unpinned(self) -> Unpinned:
         """Return the leader's unpinned bytes, and the reason."""
         return self._own.unpinned()
 

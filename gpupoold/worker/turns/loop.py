@@ -461,7 +461,7 @@ class TurnLoop:
             if self.own.prefixes is not None:
                 self.own.prefixes.poll()
             turn, host = self.orders.turn, self.own.host
-            unpinned_bytes, problem = self.own.device.unpinned()
+            unpinned = self.own.device.unpinned()
             report = m.WorkerStatus(
                 at_s=now_s,
                 activity=DeviceActivity(
@@ -478,8 +478,8 @@ class TurnLoop:
                 models=[self._memory_of(engine) for engine in self.engines.values()],
                 turn_began_s=self.orders.began_s,
                 loading=self.loads.progress(is_waited_for=self._waits_for_load),
-                unpinned_bytes=unpinned_bytes,
-                pinning_problem=problem,
+                unpinned_bytes=unpinned.num_bytes,
+                pinning_problem=unpinned.problem,
             )
             self._channel.send(report)
 

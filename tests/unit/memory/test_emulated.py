@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from gpupoold.memory import libc
 from gpupoold.memory.device import PageRun
-from gpupoold.memory.emulated import EmulatedDevice, default_page_bytes
+from gpupoold.memory.emulated import EmulatedDevice, ModelledDriver, default_page_bytes
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.libc import available_bytes, create_memfd
 from tests.unit.descriptors import open_descriptors, opened_since
@@ -241,3 +244,55 @@ def test_libc_copies() -> None:
 def num_mappings() -> int:
     with open("/proc/self/maps") as maps:
         return sum(1 for _ in maps)
+
+
+class TestModelledDriver:
+    def test_launches_of_all_workers_wait_while_memory_is_pinned(self, tmp_path: Path) -> None:
+        pins, launches = (ModelledDriver(PAGE / 0.3, lock=tmp_path / "lock") for _ in range(2))
+        has_pinned = threading.Event()
+
+        def pin() -> None:
+            pins.register_host(0, PAGE)
+            has_pinned.set()
+
+        launches.wait()
+        thread = threading.Thread(target=pin)
+        thread.start()
+        while not pins._locks[1].locked():
+            time.sleep(0.001)
+        launches.wait()
+        thread.join(0.1)
+        assert has_pinned.is_set()
+        for driver in (pins, launches):
+            driver.close()
+
+    def test_more_than_its_limit_is_refused(self) -> None:
+        driver = ModelledDriver(1e12, limit_bytes=3 * PAGE)
+        driver.register_host(0, 2 * PAGE)
+        with pytest.raises(RuntimeError, match="pins at most 12 KiB"):
+            driver.register_host(1 << 30, 2 * PAGE)
+        driver.unregister_host(0)
+        driver.register_host(1 << 30, 3 * PAGE)
+
+    def test_copies_are_right_whatever_is_pinned(self) -> None:
+        """Of 40 MiB the first half is pinned, the rest passes through buffers of 8 MiB."""
+        num_pages, page_bytes = 10, 4 << 20
+        driver = ModelledDriver(1e12, limit_bytes=20 << 20)
+        device = EmulatedDevice(num_pages * page_bytes, page_bytes, driver=driver)
+        host = HostBuffer.create("test", num_pages * page_bytes)
+        data = pattern("w", host.num_bytes)
+        write(host.address, data)
+        device.pin(host.address, 20 << 20)
+        address = device.reserve(num_pages)
+        device.map_and_fill(address, [PageRun(0, num_pages)], host.address)
+        assert read(address, host.num_bytes) == data
+        write(host.address, bytes(host.num_bytes))
+        device.copy_out(host.address, address, host.num_bytes)
+        assert read(host.address, host.num_bytes) == data
+        device.pin_later(host.address + (20 << 20), 20 << 20)
+        device.set_live(True)
+        assert device.unpinned().num_bytes >= 20 << 20
+        device.unmap(address, [PageRun(0, num_pages)])
+        device.release(address, num_pages)
+        device.close()
+        host.close()

@@ -69,11 +69,11 @@ class TestPinning:
         driver.fail_at["register_host"] = 3
         device.pin(snapshot.address, 12 * PAGE)
         pinned = device.pinned
-        assert "register_host" in pinned.problem
-        assert pinned.unpinned_bytes == 6 * PAGE
+        assert "register_host" in pinned.unpinned.problem
+        assert pinned.unpinned.num_bytes == 6 * PAGE
         device.unpin(snapshot.address + 12 * PAGE, 4 * PAGE)
-        until(lambda: not pinned.unpinned_bytes)
-        assert pinned.problem == ""
+        until(lambda: not pinned.unpinned.num_bytes)
+        assert pinned.unpinned.problem == ""
 
     def test_unpinning_what_is_not_pinned_is_an_error(
         self, device: CudaDevice, snapshot: HostBuffer
@@ -242,11 +242,11 @@ class TestIdleMoments:
         time.sleep(0.05)
         assert driver.registrations == {}
         memory.close()
-        assert memory.unpinned_bytes == 0
+        assert memory.unpinned.num_bytes == 0
         memory = PinnedMemory(driver, IdleLock())
         live.set_live(False)
         memory.pin_later(1 << 45, 16 * PAGE)
-        until(lambda: not memory.unpinned_bytes)
+        until(lambda: not memory.unpinned.num_bytes)
         assert len(driver.registrations) == 3
         memory.close()
 
@@ -258,7 +258,7 @@ class TestIdleMoments:
         for address in (first, second, third):
             memory.pin_later(address, 12 * PAGE)
         assert [part.is_pinned for part in memory.split(second, 12 * PAGE)] == [False]
-        until(lambda: not memory.unpinned_bytes)
+        until(lambda: not memory.unpinned.num_bytes)
         order = [address >> 40 for call, address, _ in driver.log if call == "register_host"]
         assert order in ([2, 2, 1, 1, 3, 3], [1, 2, 2, 1, 3, 3])  # the thread may be faster
 

@@ -413,7 +413,7 @@ class TestPeersOfAGpu:
         self.know(gpu, there)
         gpu.migrations._thread.submit(int).result(WAIT_S)
         assert [slot is not None for slot in gpu.slots(there, "q")] == [True]
-        assert gpu.device.unpinned()[0] > 0
+        assert gpu.device.unpinned().num_bytes > 0
 
     def test_that_dies_while_its_memory_is_being_registered(self, gpu: Gpu, there: Worker) -> None:
         self.know(gpu, there)

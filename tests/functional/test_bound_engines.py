@@ -73,6 +73,56 @@ def load(peer: WorkerPeer, name: str, path: Path, of: str) -> m.ModelLoaded:
     return peer.load(name, path, snapshot=peer.snapshots[of], max_model_len=MAX_LEN)
 
 
+def test_requests_of_a_model_leave_nothing_to_the_next(
+    peer: WorkerPeer, alone: dict[tuple[str, int], list[int]], paths: dict[str, Path]
+) -> None:
+    """Requests of all kinds end in the middle of their answers, before each takeover."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    grammar = StructuredOutputsParams(regex="[a-f]{24}")
+    grammar._backend = "xgrammar"
+    kinds: dict[str, dict[str, Any]] = {
+        "seeded": {"temperature": 1.0, "seed": 7},
+        "cut": {"temperature": 0.8, "seed": 3, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+        "penalties": {"presence_penalty": 1.5, "frequency_penalty": 1, "repetition_penalty": 1.3},
+        "bias": {"logit_bias": {400: 9.0, 401: 8.5, 402: -50.0}},
+        "allowed": {"allowed_token_ids": list(range(300, 340))},
+        "least": {"min_tokens": 20, "stop_token_ids": list(range(0, 2000, 2))},
+        "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
+        "grammar": {"structured_outputs": grammar},
+        "plain": {},
+    }
+
+    def ask(model: str, purpose: str, kind: str, max_tokens: int) -> str:
+        request_id = f"{purpose} {kind} {model}"
+        peer.ask(model, request_id, prompt(1), max_tokens=max_tokens, **kinds[kind])
+        return request_id
+
+    def all_kinds(model: str) -> dict[str, list[int]]:
+        found = {}
+        for kind in kinds:
+            request_id = ask(model, "alone", kind, 24)
+            peer.run_until_ended(request_id)
+            found[kind] = peer.tokens[request_id]
+        return found
+
+    expected = {model: all_kinds(model) for model in (BASE, TUNED)}
+    assert len({tuple(tokens) for tokens in expected[BASE].values()}) >= len(kinds) - 1
+    before = TUNED
+    for number, of in enumerate((BASE, TUNED, TUNED, BASE)):
+        ended = [ask(before, f"ended {number}", kind, 200) for kind in kinds]
+        while not all(peer.tokens[request_id] for request_id in ended):
+            peer.pump(1.0)
+        peer.abort(before, *ended)
+        assert unload(peer, before)
+        name = f"{of} after {number}"
+        assert load(peer, name, paths[of], of).engine_of == before
+        assert all_kinds(name) == expected[of]
+        before = name
+    assert unload(peer, before)
+    assert load(peer, TUNED, paths[TUNED], TUNED).engine_of == before
+
+
 def test_models_of_a_family_take_turns_in_one_engine(
     peer: WorkerPeer, alone: dict[tuple[str, int], list[int]], paths: dict[str, Path]
 ) -> None:

@@ -11,21 +11,26 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from signal import SIGKILL
 
+import httpx
 import psutil
 import pytest
 
+from benchmarks.bench.rig import emulated_config
 from benchmarks.families.checks import GroupCheck
 from benchmarks.families.family import Family
 from benchmarks.families.make import make_family
 from benchmarks.families.plain import PlainVllm
-from benchmarks.families.prompts import LONG, SIZES
+from benchmarks.families.prompts import LONG, SIZES, prompt_of
 from benchmarks.families.table import FAMILIES, family_named
 from benchmarks.families.workers import FamilyWorker
 from benchmarks.fine_tunes import fine_tune
+from benchmarks.private_daemon import private_daemon
 from gpupoold.scheduling import events as e
 from gpupoold.wire import messages as m
 from tests.conftest import ROOT
@@ -301,3 +306,60 @@ def test_pairs(name: str, plain: PlainVllm, tmp_path: Path) -> None:
             skip_without_kernel(cell)
             pytest.skip(f"vLLM alone cannot: {cell.text}")
     assert bool(schedule.num_bound) == schedule.is_shared, schedule.actions
+
+
+def test_siblings_in_a_daemon(plain: PlainVllm, tmp_path: Path) -> None:
+    """Four fine-tunes with engines for two: asked at once, killed, removed and added again."""
+    family, rng = family_named("llama"), random.Random(7)
+    (tmp_path / "families").mkdir()
+    base = make_family(family, tmp_path / "families")
+    paths = {f"tune-{seed}": fine_tune(base, tmp_path / str(seed), seed) for seed in range(4)}
+    expected: dict[tuple[str, int], list[int]] = {}
+    for name, path in paths.items():
+        plain.load(name, path, "float32", max_model_len=512)
+        for index, (_, num_tokens) in enumerate(SIZES):
+            expected[name, index] = plain.answer(name, prompt_of(index), num_tokens)
+    config = emulated_config(int(1.6 * weight_bytes(base)) + KV_BYTES, num_devices=2)
+    with (
+        private_daemon(config, tmp_path, server="frontends = 1") as daemon,
+        daemon.client() as pool,
+    ):
+        add = partial(daemon.add_model, dtype="float32", max_model_len=512)
+        add("tune-0", paths["tune-0"])
+        engine_bytes = max(device.engine_bytes for device in pool.ps().devices)
+        file = tmp_path / "gpupool.toml"
+        file.write_text(f"{file.read_text()}\n[memory]\nengines = {engine_bytes + 1}\n")
+        pool.reload()
+        for name in sorted(paths.keys() - {"tune-0"}):
+            add(name, paths[name])
+
+        def ask(model: str, index: int) -> list[int]:
+            body = {
+                "model": model,
+                "prompt": prompt_of(index).token_ids,
+                "max_tokens": SIZES[index][1],
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            url = f"{daemon.http_url}/v1/completions"
+            answer = httpx.post(url, json=body, timeout=180)
+            assert answer.status_code == 200, f"{model}: {answer.text}"
+            return list(answer.json()["choices"][0]["token_ids"])
+
+        for number in range(6):
+            resting = rng.choice(sorted(paths))
+            others = sorted(paths.keys() - {resting})
+            asked = [(rng.choice(others), rng.randrange(len(SIZES))) for _ in range(8)]
+            with ThreadPoolExecutor(len(asked)) as threads:
+                answers = [threads.submit(ask, *one) for one in asked]
+                if number % 2:
+                    pool.remove_model(resting)
+                    add(resting, paths[resting])
+                elif number:
+                    os.kill(rng.choice([at.pid for at in pool.ps().devices if at.pid]), SIGKILL)
+                for one, answer in zip(asked, answers, strict=True):
+                    assert answer.result() == expected[one], f"round {number}: {one}"
+        given = [event for event in pool.events() if "was given to" in event.message]
+        assert given
+        pool.check()

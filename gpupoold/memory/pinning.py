@@ -129,6 +129,8 @@ class PinnedMemory:
 
     def __init__(self, driver: HostDriver, idle: IdleLock | None = None) -> None:
         self.idle = idle or IdleLock()
+        self.numa_node = libc.NO_NODE
+        """The node from which ``pin`` takes missing pages."""
         self._driver = driver
         self._ranges: dict[int, _Range] = {}
         self._waiting: dict[int, _Range] = {}
@@ -150,12 +152,13 @@ class PinnedMemory:
     def pin(self, address: int, num_bytes: int) -> None:
         """Pin a range, as far as the driver permits; the rest is tried again later.
 
-        The pages should exist: CUDA creates missing pages with one thread.
+        Large ranges should have pages: CUDA creates missing pages with one thread.
         """
         held = _Range(address, num_bytes, -next(self._uses))
         self._ranges[address] = held
-        while held.pinned_bytes < num_bytes and self._pin_piece(held):
-            time.sleep(_PAUSE_S)
+        with libc.prefer_node(self.numa_node):
+            while held.pinned_bytes < num_bytes and self._pin_piece(held):
+                time.sleep(_PAUSE_S)
         if held.pinned_bytes < num_bytes:
             self._wait_for_idleness(held)
 

@@ -41,7 +41,6 @@ _SAID_BY_TORCH = (
     *("out of memory", "can't allocate memory", "cannot allocate memory"),
     *("cublas_status_alloc_failed", "cudnn_status_alloc_failed"),
 )
-_PINNING = "cumemhostregister"  # of host memory
 
 
 def main() -> None:
@@ -138,8 +137,7 @@ def _status_of(error: BaseException) -> int | None:
     text = str(error).lower()
     if not isinstance(error, RuntimeError) or not any(said in text for said in _SAID_BY_TORCH):
         return None
-    is_of_device = "cuda" in text and _PINNING not in text
-    return OUT_OF_DEVICE_MEMORY_STATUS if is_of_device else OUT_OF_MEMORY_STATUS
+    return OUT_OF_DEVICE_MEMORY_STATUS if "cuda" in text else OUT_OF_MEMORY_STATUS
 
 
 def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> None:

@@ -35,7 +35,7 @@ from gpupoold.memory.device import (
     Unpinned,
     split_runs,
 )
-from gpupoold.memory.libc import node_of, prefer_node
+from gpupoold.memory.libc import node_of
 from gpupoold.memory.pinning import IdleLock, PinnedMemory, StagedCopies, StagedCopyStream
 from gpupoold.units import format_bytes
 
@@ -94,7 +94,7 @@ class CudaDevice(Device):
         self._driver.open(device_index)
         try:
             self.pci_bus_id = self._driver.pci_bus_id()
-            self.numa_node = node_of(self.pci_bus_id)
+            self.numa_node = self.pinned.numa_node = node_of(self.pci_bus_id)
             granularity = self._driver.granularity()
             self.page_bytes = page_bytes or max(_PAGE_BYTES, granularity)
             self.num_pages = self._plan(granularity, device_bytes, reserve_bytes)
@@ -227,8 +227,7 @@ class CudaDevice(Device):
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Pin a range; missing pages are allocated near the device."""
-        with prefer_node(self.numa_node):
-            self.pinned.pin(address, num_bytes)
+        self.pinned.pin(address, num_bytes)
 
     def pin_later(self, address: int, num_bytes: int) -> None:
         self.pinned.pin_later(address, num_bytes)

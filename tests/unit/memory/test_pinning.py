@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from gpupoold.memory import pinning
-from gpupoold.memory.cuda import device as cuda
+from gpupoold.memory import libc, pinning
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.device import Copy, Direction
 from gpupoold.memory.host import HostBuffer
@@ -123,8 +122,8 @@ def test_pages_that_pinning_makes_come_from_the_devices_node(
         asked.append(node)
         return nullcontext()
 
-    monkeypatch.setattr(cuda, "prefer_node", prefer)
-    device.numa_node = 1
+    monkeypatch.setattr(libc, "prefer_node", prefer)
+    device.pinned.numa_node = 1
     device.pin(snapshot.address, PAGE)
     assert asked == [1]
 

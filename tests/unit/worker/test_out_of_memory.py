@@ -23,7 +23,6 @@ HOST, DEVICE = OUT_OF_MEMORY_STATUS, OUT_OF_DEVICE_MEMORY_STATUS
         (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), DEVICE),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `c()`"), DEVICE),
         (CudaError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"), DEVICE),
-        (CudaError("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"), HOST),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), HOST),
     ],
 )

@@ -24,6 +24,7 @@ from gpupoold.worker.engine.vllm_process import (
     TOKEN_READERS,
     UNREAD_FIELDS,
     family_hash,
+    forget_changed_files,
     share_compiled_code,
 )
 from tests.support.tiny_pooling import PoolingRecipe, make_pooling_checkpoint
@@ -139,6 +140,19 @@ def test_other_files_of_a_checkpoint_make_a_family(
         assert family_hash(config_of(equal, "equal", "layout")) == before
         write_json(other / file, read_json(other / file) | changes)
         assert family_hash(config_of(other, "other", "layout")) != before
+
+
+def test_files_that_have_changed_are_read_again(tmp_path: Path) -> None:
+    """Of a model that is removed, trained further, and added again from the same folder."""
+    path = make_pooling_checkpoint(tmp_path, PoolingRecipe("bert-embed"))
+    found, file = [], path / "1_Pooling" / "config.json"
+    for changes in ({}, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}):
+        write_json(file, read_json(file) | changes)
+        forget_changed_files(str(path))
+        pooler = config_of(path, "made", "layout").model_config.pooler_config
+        assert pooler is not None
+        found.append(pooler.seq_pooling_type)
+    assert found == ["MEAN", "CLS"]
 
 
 def write_json(path: Path, content: Any) -> None:

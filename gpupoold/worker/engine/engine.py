@@ -48,6 +48,7 @@ from gpupoold.worker.engine.vllm_process import (
     RankExecutor,
     drop_runner,
     family_hash,
+    forget_changed_files,
     has_own_code,
     start_load,
 )
@@ -526,6 +527,7 @@ def config_of(model: ModelToLoad, device: Device, *, skips_checkpoint: bool = Fa
     Raises:
         Exception: any error of vLLM about the model.
     """
+    forget_changed_files(model.path)
     return engine_config(
         model,
         is_emulated=device.is_host_addressable,

@@ -28,6 +28,8 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams, SamplingType
+from vllm.tokenizers import registry
+from vllm.transformers_utils import config as transformers_config, processor
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -79,6 +81,18 @@ _IMAGE_FILES = (
     "video_preprocessor_config.json",
 )
 
+_READ_ONCE = (
+    registry.cached_get_tokenizer,
+    processor.cached_get_processor,
+    processor.cached_get_image_processor,
+    processor.cached_get_video_processor,
+    transformers_config.get_pooling_config,
+    transformers_config.get_sentence_transformer_tokenizer_config,
+    transformers_config.try_get_dense_modules,
+    transformers_config.checkpoint_has_lm_head,
+)
+
+_stamps: dict[str, list[tuple[str, int, int]]] = {}  # of files, by path of the checkpoint
 _layout_digests: dict[str, str] = {}  # by path of the checkpoint
 _vllm_hash = VllmConfig.compute_hash
 
@@ -266,6 +280,20 @@ def family_hash(config: VllmConfig) -> str:
             read = {key: value for key, value in fields.items() if key not in UNREAD_FIELDS}
             setattr(alike.model_config, name, read)
     return hash_factors({"config": _vllm_hash(alike), "others": others})
+
+
+def forget_changed_files(path: str) -> None:
+    """Drop what vLLM has read of checkpoints if the files of the checkpoint at ``path`` changed.
+
+    vLLM reads tokenizers, processors and the way to pool once per path in a process. A model may be
+    removed, trained further, and added again from the same folder.
+    """
+    files = [(file, file.stat()) for file in sorted(Path(path).rglob("*")) if file.is_file()]
+    stamps = [(str(file), stat.st_mtime_ns, stat.st_size) for file, stat in files]
+    if _stamps.setdefault(path, stamps) != stamps:
+        _stamps[path] = stamps
+        for read in _READ_ONCE:
+            read.cache_clear()
 
 
 def has_own_code(model: ModelConfig) -> bool:

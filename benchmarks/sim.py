@@ -141,7 +141,7 @@ def _variants() -> dict[str, FigurePanel]:
     slow = replace(panel, policies=("request-level",), switch_overhead_s=SLOW_SWITCH_S)
     own = replace(
         panel,
-        policies=("gpupool", "request-level"),
+        policies=("gpupool", "aegaeon", "request-level"),
         host_wishes=HostWishes(engine_bytes=ENGINE_BYTES),
     )
     shared = replace(own, num_families=_NUM_FAMILIES)

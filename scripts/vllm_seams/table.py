@@ -302,8 +302,12 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ),
     (_DIVISION, "vllm.distributed.parallel_state.GroupCoordinator", "world_size"),
     (_DIVISION, "vllm.config.ModelConfig", "verify_with_parallel_config"),
-    (_MEMORY, "vllm.config.VllmConfig", "compute_hash"),
-    (_MEMORY, "vllm.config.ModelConfig", "model hf_config trust_remote_code"),
+    (_MEMORY, "vllm.config.VllmConfig", "compute_hash quant_config reasoning_config"),
+    (
+        _MEMORY,
+        "vllm.config.ModelConfig",
+        "model hf_config hf_text_config trust_remote_code pooler_config runner_type architecture",
+    ),
 )
 
 # (file, name): the code is compared.

@@ -25,7 +25,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -349,10 +348,9 @@ class TransferQueue:
 
 
 class DeviceThread:
-    """One thread that runs jobs in order; jobs may call ``pin`` and ``unpin`` of a device.
+    """One thread that runs jobs in order; jobs may call ``unpin`` of a device.
 
-    For slow calls that would block the turn loop: on a GPU, pinning host memory takes 0.1 s per GB,
-    and unpinning takes time too.
+    For slow calls that would block the turn loop: on a GPU, unpinning host memory takes time.
     """
 
     def __init__(self, device: Device, name: str) -> None:
@@ -400,12 +398,12 @@ class Arrival:
 class PeerCache:
     """The host cache of another worker, mapped while any slot in the cache is in use.
 
-    If the device copies only from pinned memory, a thread pins the cache, which takes seconds. The
-    cache is not usable before, and never becomes usable if the driver refuses.
+    The cache is pinned in idle moments. If the device is a group, a thread first maps the cache for
+    the other ranks; the cache is not usable before.
     """
 
     def __init__(self, fd: int, num_bytes: int, device: Device, thread: DeviceThread) -> None:
-        """Map ``num_bytes`` of ``fd``, owned by this object from now on, and start pinning.
+        """Map ``num_bytes`` of ``fd``, owned by this object from now on.
 
         Raises:
             OSError: the process has too few addresses.
@@ -414,14 +412,11 @@ class PeerCache:
         self._device = device
         self._thread = thread
         self._num_users = 1
-        self._is_pinned = False
-        if self._needs_pinning:
-            thread.submit(self._pin)
-
-    @property
-    def is_usable(self) -> bool:
-        """True if the device can copy from the cache at full speed."""
-        return self._is_pinned or not self._needs_pinning
+        self.is_usable = device.num_ranks == 1
+        """True if all ranks of the device can copy from the cache."""
+        device.pin_later(self._buffer.address, self._buffer.num_bytes)
+        if not self.is_usable:
+            thread.submit(self._share)
 
     def slot(self, offsets: Sequence[tuple[int, int]], on_free: Callable[[], None]) -> PeerSlot:
         """Return the slot at ``offsets``, a list of ``(offset, num_bytes)``, in a usable cache."""
@@ -434,40 +429,25 @@ class PeerCache:
         self._num_users -= 1
         if self._num_users:
             return
-        if self._needs_pinning:
-            self._thread.submit(self._unmap)
-        else:
-            self._unmap()
+        self._thread.submit(self._unmap)
 
-    @property
-    def _needs_pinning(self) -> bool:
-        """True if this device's process, or another rank's, has to prepare copies."""
-        return not self._device.is_host_addressable or self._device.num_ranks > 1
-
-    def _pin(self) -> None:
+    def _share(self) -> None:
         if not self._num_users:
             return  # the last user left before this job started
-        started_s = time.monotonic()
         try:
-            self._device.pin(self._buffer.address, self._buffer.num_bytes)
             self._device.share_host(self._buffer.address, self._buffer.num_bytes, self._buffer.fd)
         except Exception as error:  # affects only KV transfers from that cache
             _logger.error(
-                "another worker's KV host cache cannot be pinned: %s; requests that migrate from "
+                "another worker's KV host cache cannot be mapped: %s; requests that migrate from "
                 "that worker recompute their KV",
                 error,
             )
             return
-        self._is_pinned = True
-        _logger.info(
-            "pinned another worker's KV host cache in %.2f s", time.monotonic() - started_s
-        )
+        self.is_usable = True
 
     def _unmap(self) -> None:
-        """Unpin and unmap the cache; on a device that needs pinning, in the thread of ``_pin``."""
         try:
-            if self._is_pinned:
-                self._device.unpin(self._buffer.address, self._buffer.num_bytes)
+            self._device.unpin(self._buffer.address, self._buffer.num_bytes)
         except Exception:
             _logger.exception("cannot unpin another worker's KV host cache, which stays mapped")
         else:

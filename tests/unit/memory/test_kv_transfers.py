@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpupoold.memory.cuda.driver import CudaError
+from gpupoold.errors import Failed
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.transfers import Arrival, DeviceThread, PeerCache
@@ -29,15 +29,17 @@ class PinningDevice(EmulatedDevice):
     def __init__(self) -> None:
         super().__init__(PAGE, PAGE)
         self.pinned: list[tuple[int, int]] = []
-        self.may_pin = threading.Event()
-        self.may_pin.set()
+        self.may_share = threading.Event()
+        self.may_share.set()
         self.is_refusing = False
 
-    def pin(self, address: int, num_bytes: int) -> None:
-        assert self.may_pin.wait(WAIT_S)
-        if self.is_refusing:
-            raise CudaError("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+    def pin_later(self, address: int, num_bytes: int) -> None:
         self.pinned.append((address, num_bytes))
+
+    def share_host(self, address: int, num_bytes: int, fd: int) -> None:
+        assert self.may_share.wait(WAIT_S)
+        if self.is_refusing:
+            raise Failed("rank 1 has too few addresses")
 
     def unpin(self, address: int, num_bytes: int) -> None:
         self.pinned.remove((address, num_bytes))
@@ -155,21 +157,25 @@ class TestPeerCache:
             os.fstat(fd)
 
 
-class TestPinningAPeerCache:
-    """A registration takes a GPU 0.1 s per GB: nothing waits for it, and nothing needs it."""
+class TestPeerCacheOfAGroup:
+    """Mapping takes time: nothing waits for it, and nothing needs it."""
 
-    def test_it_is_usable_when_it_is_pinned(
+    @pytest.fixture(autouse=True)
+    def group(self, device: PinningDevice) -> None:
+        device.num_ranks = 2
+
+    def test_it_is_usable_when_all_ranks_have_it(
         self, cache: KvHostCache, device: PinningDevice, thread: DeviceThread
     ) -> None:
-        device.may_pin.clear()
+        device.may_share.clear()
         peer = PeerCache(os.dup(cache.fd), cache.budget_bytes, device, thread)
         assert not peer.is_usable
-        device.may_pin.set()
+        device.may_share.set()
         wait_for(thread)
         assert peer.is_usable
         peer.leave()
 
-    def test_the_driver_refuses(
+    def test_a_rank_cannot_map_it(
         self,
         cache: KvHostCache,
         device: PinningDevice,
@@ -180,31 +186,22 @@ class TestPinningAPeerCache:
         peer = PeerCache(os.dup(cache.fd), cache.budget_bytes, device, thread)
         wait_for(thread)
         assert not peer.is_usable
-        assert "cannot be pinned: cuMemHostRegister" in caplog.text
+        assert "cannot be mapped: rank 1 has too few addresses" in caplog.text
         assert "requests that migrate from that worker recompute their KV" in caplog.text
         peer.leave()
 
-    def test_left_while_it_is_being_pinned(
+    def test_left_while_it_is_being_mapped(
         self, cache: KvHostCache, device: PinningDevice, thread: DeviceThread
     ) -> None:
-        """``leave`` returns at once; the memory is unmapped after the driver has let it go."""
-        device.may_pin.clear()
+        """``leave`` returns at once; the memory is unmapped later."""
+        device.may_share.clear()
         peer = PeerCache(os.dup(cache.fd), cache.budget_bytes, device, thread)
         second = PeerCache(os.dup(cache.fd), cache.budget_bytes, device, thread)
         peer.leave()
         second.leave()
-        device.may_pin.set()
+        device.may_share.set()
         wait_for(thread)
         assert device.pinned == []
-
-    def test_a_device_whose_copies_want_no_pinned_memory(self, cache: KvHostCache) -> None:
-        emulated = EmulatedDevice(PAGE, PAGE)
-        thread = DeviceThread(emulated, "peers")
-        peer = PeerCache(os.dup(cache.fd), cache.budget_bytes, emulated, thread)
-        assert peer.is_usable
-        peer.leave()
-        thread.close()
-        emulated.close()
 
 
 class TestArrival:

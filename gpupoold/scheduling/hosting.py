@@ -28,6 +28,9 @@ HOME_IDLE_S = LASTING_S
 HOSTABLE_PERIOD_S = 5.0
 """Seconds between looks at devices that could become homes; policies plan homes as often."""
 
+SHARED_S = 2.0
+"""Seconds after which an engine in use goes on to the requests of another fine-tune."""
+
 _PROMPT_TOKENS = 256
 
 
@@ -38,6 +41,7 @@ class HostingReason(ReasonName):
     NEEDED = "needed", "no other device in service had the model"
     HOME = "home", "the planned home of the model, by the arrivals of the last minutes"
     LATE = "late", "requests would have been late on the other devices"
+    SHARED = "shared", "requests waited, and a fine-tune had used the engine for some seconds"
     SPARE = "spare", "the device had memory for the engine"
 
 
@@ -49,7 +53,8 @@ class HostedEngine:
     the model has requests and no other device. ``idle_s`` are the seconds since the model's last
     use, and ``is_home`` whether the model's requests are planned for this device. Its end frees
     ``freed_bytes``, which is less than ``num_bytes`` if the engine was charged with memory that all
-    engines share. A model of the same ``layout`` can take the engine over.
+    engines share. A model of the same ``layout`` can take the engine over. An engine in use goes
+    only to a model of the same ``family``, after ``served_s`` with its present model.
     """
 
     model: str
@@ -61,6 +66,8 @@ class HostedEngine:
     idle_s: float = math.inf
     freed_bytes: int | None = None
     layout: str = ""
+    family: str = ""
+    served_s: float = 0.0
 
     @property
     def gain_bytes(self) -> int:
@@ -101,7 +108,8 @@ class HostingModel:
     ``need_bytes`` is the expected memory of its engine by device. ``is_wanted`` is false while the
     model was evicted and has no requests. ``home`` is the device planned for its requests. The GPUs
     of the ``undivided`` devices cannot share the model equally. ``layouts`` are those of the
-    snapshots in host memory, by device.
+    snapshots in host memory, by device. ``is_next``: of the models of its ``family`` whose requests
+    have no engine, this has waited for the longest time.
     """
 
     name: str
@@ -112,6 +120,8 @@ class HostingModel:
     home: int | None = None
     undivided: frozenset[int] = frozenset()
     layouts: Mapping[int, str] | None = None
+    family: str = ""
+    is_next: bool = False
 
     def need(self, device: int) -> int:
         return (self.need_bytes or {}).get(device, 0)
@@ -181,6 +191,9 @@ def _first(
     fitting = [
         candidate for candidate in candidates if _victims(model, candidate, reason) is not None
     ]
+    if not (is_hosted or fitting) and model.is_next:
+        reason = HostingReason.SHARED
+        fitting = [candidate for candidate in candidates if shared(candidate, model.family)]
     if is_hosted:  # a busy device would not help
         fitting = [device for device in fitting if not device.num_requests and not device.num_loads]
     return [HostingChoice(device.number, reason) for device in _sorted(model, fitting)[:1]]
@@ -213,6 +226,17 @@ def victims(
             chosen.append(engine.model)
             short_bytes -= engine.gain_bytes
     return chosen if short_bytes <= 0 else None
+
+
+def shared(device: HostingDevice, family: str) -> str:
+    """Return the model whose engine in use goes to requests of the ``family``, empty if none."""
+    engines = [
+        (engine.served_s, engine.model)
+        for engine in device.engines.values()
+        if family and engine.family == family and not engine.is_fixed
+    ]
+    served_s, model = max(engines, default=(0.0, ""))
+    return model if served_s >= SHARED_S else ""
 
 
 def is_taken_over(device: HostingDevice, chosen: Sequence[str], layout: str) -> bool:

@@ -237,7 +237,8 @@ class ModelLoaded(Message):
     the self-check, empty if the model generates no text. ``snapshot_problem`` is the reason why the
     snapshot in the order was not used. ``dropped`` are the requests of a replaced engine, which the
     daemon sends again. ``memory`` is the engine's memory outside the pages, ``stages`` the time of
-    the load. ``engine_of`` is the former model of the engine that a kept engine has become.
+    the load. ``engine_of`` is the former model of the engine that a kept engine has become. Models
+    of one ``family`` can take over each other's engines; empty if no model can.
     """
 
     model: LoadedModel
@@ -250,6 +251,7 @@ class ModelLoaded(Message):
     memory: EngineMemory = EngineMemory()
     stages: LoadStages = msgspec.field(default_factory=LoadStages)
     engine_of: str = ""
+    family: str = ""
 
 
 class ModelFailed(Message):

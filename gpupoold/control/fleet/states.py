@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,8 +165,9 @@ class Host:
     """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
 
     ``memory`` is the memory of the model's engine outside the pages, ``load`` the time of its load,
-    ``why`` the reason for the engine on this worker, and ``options`` are the engine's options, None
-    while the engine is being replaced, or if nobody has waited for the end.
+    ``since_s`` the end of the load, ``family`` what a model that takes the engine over must have in
+    common, ``why`` the reason for the engine on this worker, and ``options`` are the engine's
+    options, None while the engine is being replaced, or if nobody has waited for the end.
     """
 
     def __init__(self, model: str, number: int) -> None:
@@ -173,6 +175,8 @@ class Host:
         self.layout_digest = ""
         self.memory = NOTHING
         self.load = LoadStages()
+        self.since_s = 0.0
+        self.family = ""
         self.why = ""
         self.options: Mapping[str, str] | None = {}
 
@@ -224,6 +228,7 @@ class Hosts:
         self._firsts: dict[int, str] = {}
         self._kept_bytes: dict[int, int] = {}
         self._kept_engines: dict[int, str] = {}
+        self._families: dict[str, str] = {}
 
     def of(self, model: str, number: int) -> Host:
         """Return the model's host on a worker, which lasts until the worker ends."""
@@ -232,8 +237,15 @@ class Hosts:
             host = self._hosts[number][model] = Host(model, number)
         return host
 
-    def loaded(self, model: str, number: int, engine_of: str = "") -> None:
+    def family_of(self, model: str) -> str:
+        """Return the family of a model as of its latest load, empty for none."""
+        return self._families.get(model, "")
+
+    def loaded(self, model: str, number: int, engine_of: str = "", family: str = "") -> None:
         """Record a load, the first on a worker perhaps, or one into the engine of another model."""
+        host = self.of(model, number)
+        host.family = self._families[model] = family
+        host.since_s = time.monotonic()
         kept = self._kept_engines.pop(number, "")
         if kept and kept == engine_of:
             if self._firsts.get(number) == kept:

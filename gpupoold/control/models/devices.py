@@ -26,6 +26,7 @@ from gpupoold.scheduling.hosting import (
     idle,
     is_late,
     is_taken_over,
+    shared,
     victims,
 )
 from gpupoold.units import format_bytes
@@ -37,13 +38,15 @@ _logger = logging.getLogger(__name__)
 class EngineClaim:
     """A load's claim to the place of an idle model's engine on a device.
 
-    With ``keeps_engine`` the claimant takes the engine over. ``answered`` is done when the engine
-    has left, or the model is no longer idle.
+    With ``keeps_engine`` the claimant takes the engine over. An engine that ``is_shared`` leaves
+    with requests, which wait. ``answered`` is done when the engine has left, or the model is no
+    longer idle.
     """
 
     holder: str
     claimant: str
     keeps_engine: bool = False
+    is_shared: bool = False
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -55,6 +58,7 @@ class EngineRoom(ModelPart):
         self._cache = cache
         self.divisions = divisions
         self.claims: dict[int, EngineClaim] = {}
+        self._asking_since_s: dict[str, float] = {}  # models with requests, without a device
 
     def limit_bytes(self, worker: Worker) -> int | None:
         """Return the limit of a device's engines outside the pages, None for no limit."""
@@ -110,6 +114,20 @@ class EngineRoom(ModelPart):
             home=self._home(name),
             undivided=self.divisions.lacking(row.spec),
             layouts={worker.number: self._layout_of(name, worker) for worker in workers},
+            family=self._fleet.hosts.family_of(name),
+            is_next=now_s is not None and self._is_next(name, now_s),
+        )
+
+    def _is_next(self, name: str, now_s: float) -> bool:
+        """Return whether a model with requests has waited longest for an engine of its family."""
+        live, family_of = self._dispatcher.live, self._fleet.hosts.family_of
+        if self._fleet.availability(name).devices or not live.num_of(name):
+            self._asking_since_s.pop(name, None)
+            return False
+        since_s = self._asking_since_s.setdefault(name, now_s)
+        return not any(
+            other_s < since_s and live.num_of(other) and family_of(other) == family_of(name)
+            for other, other_s in self._asking_since_s.items()
         )
 
     async def make(
@@ -144,6 +162,8 @@ class EngineRoom(ModelPart):
     def may_leave(self, name: str, number: int) -> bool:
         """Return whether another model claims the place of a model's idle engine on a device."""
         claim, known = self.claims.get(number), self._dispatcher.state.devices.get(number)
+        if claim is not None and claim.holder == name and claim.is_shared:
+            return name in self._fleet.hosts.engines_on(number)
         if claim is None or claim.holder != name or (known and name in known.models_with_requests):
             return False
         is_asked = self._is_only(name, number) and bool(self._dispatcher.live.num_of(name))
@@ -198,18 +218,20 @@ class EngineRoom(ModelPart):
         if self._fleet.hosts.first_on(number) == name:  # charged with libraries and kernels too
             usual_bytes = self._fleet.hosts.usual_bytes(number, besides=name)
             freed_bytes = None if usual_bytes is None else min(num_bytes, usual_bytes)
-        is_only = self._is_only(name, number)
+        is_only, is_changing = self._is_only(name, number), self._fleet.is_changing(name)
         is_asked = is_only and bool(self._dispatcher.live.num_of(name))
         return HostedEngine(
             name,
             num_bytes,
-            is_busy=has_requests or is_asked or self._fleet.is_changing(name),
+            is_busy=has_requests or is_asked or is_changing,
             is_only=is_only,
             is_fixed=number in self._fleet.fixed_devices(name),
             is_home=self._home(name) == number,
             idle_s=time.time() - (self._cache.last_used_at(name) or 0.0),
             freed_bytes=freed_bytes,
             layout=engines[name].layout_digest,
+            family=engines[name].family,
+            served_s=0.0 if is_changing else time.monotonic() - engines[name].since_s,
         )
 
     def _layout_of(self, name: str, worker: Worker) -> str:
@@ -252,19 +274,23 @@ class EngineRoom(ModelPart):
         while True:
             device = self.device(worker)
             others = {
-                model: replace(engine, is_busy=engine.is_busy or model in asked)
+                model: replace(engine, is_busy=True, family="") if model in asked else engine
                 for model, engine in device.engines.items()
                 if model != name
             }
             device = replace(device, engines=others)
             chosen = victims(device, num_bytes, reason, layout)
+            is_shared = chosen is None and reason is HostingReason.SHARED
+            if is_shared and (holder := shared(device, self._fleet.hosts.family_of(name))):
+                chosen = [holder]
             if chosen is None:
                 raise _full(name, _arithmetic(device, num_bytes))
             if not chosen:
                 return
             asked.add(chosen[0])
-            keeps_engine = is_taken_over(device, chosen, layout)
-            claim = self.claims[worker.number] = EngineClaim(chosen[0], name, keeps_engine)
+            keeps_engine = is_shared or is_taken_over(device, chosen, layout)
+            claim = EngineClaim(chosen[0], name, keeps_engine, is_shared)
+            self.claims[worker.number] = claim
             self._fleet.wake(*chosen[:1])
             try:
                 await claim.answered.wait()

@@ -402,12 +402,21 @@ class Performer(ModelPart):
                 self._dispatcher.go_elsewhere(requests, worker)
 
     async def _evict(self, name: str, worker: Worker) -> None:
-        """Unload an idle engine; a request of a model without another device loads the model."""
+        """Unload an engine for another model; a request of a model without a device loads.
+
+        Requests that the engine has wait for their turn.
+        """
         if not self._room.may_leave(name, worker.number):
             return  # a request has come, or the claim is over
         claim = self._room.claims[worker.number]
-        self._dispatcher.evict(name, worker)
-        await self._supervisor.unload(worker, name, keeps_engine=claim.keeps_engine)
+        requests = self._dispatcher.withdraw(name, worker, is_evicted=True)
+        try:
+            await self._supervisor.unload(worker, name, keeps_engine=claim.keeps_engine)
+        finally:
+            self._dispatcher.go_elsewhere(requests, worker)
+        if requests:
+            _logger.info("%s waits with %d requests for %s", name, len(requests), claim.claimant)
+            return
         what = "was given to" if claim.keeps_engine else "made place for"
         text = f"the engine on device {worker.number} {what} {claim.claimant}"
         self._history.record_event("info", "engine_evicted", name, text)

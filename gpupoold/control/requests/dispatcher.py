@@ -224,9 +224,9 @@ class Dispatcher:
             self._fleet.evict(name, worker.number)
             self.shell.handle(e.Unhosted(worker.number, name))
 
-    def withdraw(self, name: str, worker: Worker) -> list[LiveRequest]:
+    def withdraw(self, name: str, worker: Worker, *, is_evicted: bool = False) -> list[LiveRequest]:
         """Remove a model from a worker; return the requests there, to be passed to ``go_elsewhere``
-        when the worker has unloaded the model.
+        when the worker has unloaded the model. With ``is_evicted`` for another model's engine.
 
         Raises:
             Refused: a request is migrating from or to the worker.
@@ -238,7 +238,7 @@ class Dispatcher:
         here = [request for request in requests if request.device == number]
         self.shell.handle(*cut_short(request.request_id for request in here))
         self._orders.abort(here)
-        self.unhost(name, worker)
+        (self.evict if is_evicted else self.unhost)(name, worker)
         return here
 
     def go_elsewhere(self, requests: Iterable[LiveRequest], worker: Worker) -> None:

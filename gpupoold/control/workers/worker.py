@@ -238,7 +238,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         load = worker.answered_load(name)
         if load is not None and (is_replaced or host.phase is HostPhase.LOADING):
             record = host.replaced if is_replaced else host.loaded
-            self._hosts.loaded(name, worker.number, message.engine_of)
+            self._hosts.loaded(name, worker.number, message.engine_of, message.family)
             record(message.layout_digest, message.memory, has_snapshot=message.has_snapshot)
             host.load = message.stages
             load.set_result((message, fd))

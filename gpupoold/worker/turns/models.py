@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class DeviceModels:
             engine.memory,
             end.stages,
             end.engine_of,
+            _digest(engine),
         )
         self.send(answer, (engine.weights.snapshot.fd,))
 
@@ -170,6 +172,12 @@ class DeviceModels:
             self.send(m.SnapshotTaken(model, problem), ())
         else:
             self.snapshots.take(model, engine.weights, fd)
+
+
+def _digest(engine: ModelEngine) -> str:
+    """Return the family of an engine together with its layout, empty without a family."""
+    family = f"{engine.family} {engine.layout_digest}" if engine.family else ""
+    return family and hashlib.sha256(family.encode()).hexdigest()
 
 
 def _failure(name: str, error: Exception) -> m.ModelFailed:

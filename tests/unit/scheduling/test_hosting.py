@@ -11,6 +11,7 @@ from gpupoold.scheduling.events import Hostable, ModelCosts
 from gpupoold.scheduling.hosting import (
     HOME_IDLE_S,
     LATE_IDLE_S,
+    SHARED_S,
     HostedEngine,
     HostingDevice,
     HostingModel,
@@ -18,12 +19,14 @@ from gpupoold.scheduling.hosting import (
     choose,
     hostable_change,
     idle,
+    shared,
     victims,
 )
 from gpupoold.scheduling.state import Model, State
 
 FIXED, NEEDED = HostingReason.FIXED, HostingReason.NEEDED
 LATE, SPARE, HOME = HostingReason.LATE, HostingReason.SPARE, HostingReason.HOME
+SHARED = HostingReason.SHARED
 
 
 def engine(name: str, num_bytes: int = 10, **options: object) -> HostedEngine:
@@ -221,3 +224,40 @@ class TestHomes:
         state.models["new"].hostable = frozenset({4})
         assert hostable_change(state, fixed, devices) is None
         assert hostable_change(State(), fixed, devices) is None
+
+
+class TestEnginesInUse:
+    """Of fine-tunes, which take turns if all have requests."""
+
+    def in_use(self, name: str, served_s: float = SHARED_S, **options: object) -> HostedEngine:
+        made = engine(name, is_busy=True, is_only=True, served_s=served_s, family="llama")
+        return replace(made, **options)  # type: ignore[arg-type]
+
+    def test_the_next_gets_the_engine_used_for_longest(self) -> None:
+        full = device(0, self.in_use("a"), self.in_use("b", SHARED_S + 1), limit=20)
+        waiting = model(family="llama", is_next=True)
+        assert choose(waiting, [full]) == [(0, SHARED)]
+        assert shared(full, "llama") == "b"
+
+    def test_an_idle_engine_comes_first(self) -> None:
+        full = device(0, self.in_use("a"), engine("b"), limit=20)
+        assert choose(model(family="llama", is_next=True), [full]) == [(0, NEEDED)]
+        assert victims(full, 10, NEEDED) == ["b"]
+
+    @pytest.mark.parametrize(
+        ("options", "waiting"),
+        [
+            ({"served_s": SHARED_S / 2}, {}),
+            ({"family": "qwen"}, {}),
+            ({"is_fixed": True}, {}),
+            ({}, {"is_next": False}),
+            ({"family": ""}, {"family": ""}),
+        ],
+    )
+    def test_others_keep_theirs(
+        self, options: dict[str, object], waiting: dict[str, object]
+    ) -> None:
+        """For some seconds, of another family, by hand, if others have waited longer."""
+        full = device(0, self.in_use("a", **options), limit=10)  # type: ignore[arg-type]
+        asked = model(**{"family": "llama", "is_next": True} | waiting)  # type: ignore[arg-type]
+        assert choose(asked, [full]) == []

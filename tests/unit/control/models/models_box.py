@@ -147,6 +147,7 @@ class PlayedWorker:
             assert order.layout_digest in ("", layout), "a snapshot of another degree"
             answer = m.ModelLoaded(loaded(name), layout, True, self_check=(1, 2), dropped=dropped)
             answer.memory, answer.engine_of = m.EngineMemory(self._box.engine_bytes, 0), kept
+            answer.family = self._box.family
             self.channel.send(answer, (fd,))
         os.close(fd)
 
@@ -242,6 +243,7 @@ class ModelsBox:
         self.broken: set[int] = set()
         self.replies: list[m.Message] = []
         self.engine_bytes = 0
+        self.family = ""
         self.held: dict[int, asyncio.Event] = {}
         """Loads on these workers wait for the event."""
         self.starting: dict[int, asyncio.Event] = {}

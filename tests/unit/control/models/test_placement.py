@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -358,6 +359,32 @@ class TestScarcity:
         await full.until(lambda: bool(full.hosts_of(evicted)))
         assert not full.hosts_of(hosted[0])
 
+    async def test_fine_tunes_with_requests_take_turns(
+        self, full: ModelsBox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The requests of the model that had the engine wait, and go on with the next engine."""
+        monkeypatch.setattr("gpupoold.scheduling.hosting.SHARED_S", 0.1)
+        full.family = "family"
+        for name in "cdef":
+            await added(full, name)
+        hosted = [name for name in "abcdef" if full.hosts_of(name)]
+        [evicted, *_] = [name for name in "cdef" if not full.hosts_of(name)]
+        for name in hosted:
+            full.ask(name, f"of {name}")
+        full.told.clear()
+        full.ask(evicted, "r1")
+        await ticking(full, lambda: bool(full.hosts_of(evicted)))
+        bound, *_ = [one for one in full.told if one.startswith("bind")]
+        former = bound.split()[2].removesuffix(":")
+        number = full.hosts_of(evicted)[0]
+        assert former in "cdef"
+        assert f"abort of {former} on {number}" in full.told
+        assert bound == f"bind to {former}: {evicted} on {number}"
+        assert full.fleet.availability(former).can_serve
+        full.requests.clear()
+        await ticking(full, lambda: f"of {former}" in chain(*full.requests.values()))
+        assert all(full.dispatcher.live.num_of(name) for name in (*hosted, evicted))
+
     async def test_all_are_served_again_after_a_death(self, full: ModelsBox) -> None:
         for name in "cd":
             await added(full, name)
@@ -369,6 +396,14 @@ class TestScarcity:
         for name in "abcd":
             full.ask(name, f"of {name}")
         await full.until(lambda: not any(full.dispatcher.live.num_waiting(one) for one in "abcd"))
+
+
+async def ticking(box: ModelsBox, condition: Callable[[], bool]) -> None:
+    """Wait as ``until``, while the daemon looks at all models from time to time."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            box.lifecycle.controller.check(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.05)
 
 
 async def settle(box: ModelsBox) -> None:

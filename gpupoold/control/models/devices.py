@@ -120,15 +120,20 @@ class EngineRoom(ModelPart):
 
     def _is_next(self, name: str, now_s: float) -> bool:
         """Return whether a model with requests has waited longest for an engine of its family."""
-        live, family_of = self._dispatcher.live, self._fleet.hosts.family_of
-        if self._fleet.availability(name).devices or not live.num_of(name):
+        family_of = self._fleet.hosts.family_of
+        if self._fleet.availability(name).devices or not self._is_urgent(name):
             self._asking_since_s.pop(name, None)
             return False
         since_s = self._asking_since_s.setdefault(name, now_s)
         return not any(
-            other_s < since_s and live.num_of(other) and family_of(other) == family_of(name)
+            other_s < since_s and family_of(other) == family_of(name) and self._is_urgent(other)
             for other, other_s in self._asking_since_s.items()
         )
+
+    def _is_urgent(self, name: str) -> bool:
+        """Return whether a request of a model waits neither for idle devices nor for a trial."""
+        requests = self._dispatcher.live.of_model(name)
+        return any(not (request.is_background or request.is_held) for request in requests)
 
     async def make(
         self, name: str, worker: Worker, reason: HostingReason, *, beside_itself: bool = False

@@ -28,7 +28,7 @@ from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.weights.kept_snapshots import SavedSnapshots, SnapshotKeys, StoredSnapshots
 from gpupoold.control.workers.workers import WorkerSupervisor
-from gpupoold.domain import DeviceFacts, ModelName, ModelSpec, ModelState
+from gpupoold.domain import DeviceFacts, ModelName, ModelSpec, ModelState, Priority
 from gpupoold.errors import GpupoolError
 from gpupoold.memory.libc import create_memfd
 from gpupoold.scheduling.policies.named import make_policy
@@ -349,9 +349,10 @@ class ModelsBox:
             )
         )
 
-    def ask(self, model: str, request_id: str) -> None:
+    def ask(self, model: str, request_id: str, priority: Priority = Priority.NORMAL) -> None:
         now_s = asyncio.get_running_loop().time()
-        self.dispatcher.from_frontend(m.AddRequest(model, request_id, now_s, 2, 8, [b""]))
+        order = m.AddRequest(model, request_id, now_s, 2, 8, [b""], priority=priority)
+        self.dispatcher.from_frontend(order)
 
     async def events(self) -> list[str]:
         await self.history.flush()

@@ -16,6 +16,7 @@ from gpupool_state import History, Registry
 from gpupoold.api.schemas_models import AddModelRequest, Progress, SetModelRequest
 from gpupoold.control.fleet.states import ModelPhase
 from gpupoold.control.frontends import Frontend
+from gpupoold.domain import Priority
 from gpupoold.errors import Failed, Refused, Unavailable, UsageError
 from tests.unit.checkpoints.samples import checkpoint, write
 from tests.unit.control.models.models_box import TIMEOUT_S, ModelsBox, ServedModels, running
@@ -384,6 +385,25 @@ class TestScarcity:
         full.requests.clear()
         await ticking(full, lambda: f"of {former}" in chain(*full.requests.values()))
         assert all(full.dispatcher.live.num_of(name) for name in (*hosted, evicted))
+
+    async def test_background_requests_wait_for_an_idle_engine(
+        self, full: ModelsBox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("gpupoold.scheduling.hosting.SHARED_S", 0.0)
+        full.family = "family"
+        for name in "cdef":
+            await added(full, name)
+        hosted = [name for name in "abcdef" if full.hosts_of(name)]
+        [evicted, *_] = [name for name in "cdef" if not full.hosts_of(name)]
+        for name in hosted:
+            full.ask(name, f"of {name}")
+        full.ask(evicted, "r1", Priority.BACKGROUND)
+        for _ in range(5):
+            full.lifecycle.controller.check(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.05)
+        assert not full.hosts_of(evicted)
+        full.dispatcher.cancel(f"of {hosted[0]}", "enough")
+        await ticking(full, lambda: bool(full.hosts_of(evicted)))
 
     async def test_all_are_served_again_after_a_death(self, full: ModelsBox) -> None:
         for name in "cd":

@@ -249,7 +249,6 @@ def _move_request(engine: ModelEngine, residency: Residency, name: str, tokens: 
         return
     slot, transfer = exported
     transfer.wait()
-    print("MOVED", name, computed.num_tokens, len(computed.blocks), flush=True)
     engine.abort([name])
     engine.kv.settle_exports()
     moved = KvTransfer(name, 0, len(computed.blocks), [], computed.num_tokens)

@@ -198,7 +198,7 @@ def first_self_check(
 def verify(engine: ModelEngine, residency: Residency) -> Generator[None, None, str]:
     """Compare answers amid moves with undisturbed answers; return the first difference, if any.
 
-    Undisturbed is an answer of vLLM's own engine with the weights resident. The moves are those of
+    Undisturbed is an answer of the same engine with the weights resident. The moves are those of
     switches and of migrations: after each token the model leaves the device, or the request leaves
     the engine and comes back with its KV; a pooling model leaves the device before. A slice has one
     step. Raises as ``run_self_check``.

@@ -2,13 +2,14 @@
 
 ``tests/durations.json`` has seconds by file, those of slow tests by themselves. Files run longest
 first, so that no worker of xdist is left with a long file at the end; ``--shard 2/6`` runs one of
-six parts of the slow tests, of about equal duration.
+six parts of the slow tests, of about equal duration. A file that is longer than a part is dealt out
+by test.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -40,6 +41,22 @@ def shard_of(files: Iterable[str], durations: Durations, number: int, total: int
         shards[least].add(file)
         sums_s[least] += durations.get(file, _UNRECORDED_S)
     return shards[number - 1]
+
+
+def parts_of(tests: Sequence[str], durations: Durations, total: int) -> dict[str, float]:
+    """Return the seconds of what shards are made of: files, or tests of files longer than a shard.
+
+    ``tests`` are the tests' ids.
+    """
+    num_tests = Counter(test.partition("::")[0] for test in tests)
+    files_s = {file: durations.get(file, _UNRECORDED_S) for file in num_tests}
+    limit_s = sum(files_s.values()) / total
+    parts_s = {file: seconds for file, seconds in files_s.items() if seconds <= limit_s}
+    for test in tests:
+        file = test.partition("::")[0]
+        if file not in parts_s:
+            parts_s[test] = files_s[file] / num_tests[file]
+    return parts_s
 
 
 def read_record(path: Path = RECORD) -> dict[str, dict[str, float]]:
@@ -115,8 +132,9 @@ class _Durations:
         self, config: pytest.Config, items: list[pytest.Item], number: int, total: int
     ) -> None:
         slow = [item for item in items if _kind(item.keywords) == "slow"]
-        files = shard_of(set(map(_file_of, slow)), self._recorded["slow"], number, total)
-        kept = {item for item in slow if _file_of(item) in files}
+        parts_s = parts_of([item.nodeid for item in slow], self._recorded["slow"], total)
+        shard = shard_of(parts_s, parts_s, number, total)
+        kept = {item for item in slow if shard & {item.nodeid, _file_of(item)}}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from tests.support.durations import RECORD, ROOT, longest_first, merged, read_record, shard_of
+from tests.support.durations import (
+    RECORD,
+    ROOT,
+    longest_first,
+    merged,
+    parts_of,
+    read_record,
+    shard_of,
+)
 
 THIS = "tests/unit/test_durations.py"
 DURATIONS = {"a": 60.0, "b": 30.0, "c": 29.0, "d": 20.0, "e": 10.0}
@@ -37,3 +45,13 @@ def test_the_record_names_files_of_the_project() -> None:
     files = {file for durations in read_record(RECORD).values() for file in durations}
     assert {file for file in files if not file.startswith("tests/")} == set()
     assert ROOT.joinpath(THIS).is_file()
+
+
+def test_a_file_longer_than_a_shard_is_dealt_out_by_test() -> None:
+    tests = [*(f"long.py::test[{number}]" for number in range(4)), "a.py::test", "a.py::other"]
+    parts_s = parts_of(tests, {"long.py": 100.0, "a.py": 20.0}, 2)
+    assert parts_s == {**dict.fromkeys(tests[:4], 25.0), "a.py": 20.0}
+    shards = [shard_of(parts_s, parts_s, number, 2) for number in (1, 2)]
+    assert [sum(parts_s[part] for part in shard) for shard in shards] == [70.0, 50.0]
+    assert shards[0] | shards[1] == parts_s.keys()
+    assert parts_of(tests, {"long.py": 100.0, "a.py": 100.0}, 2).keys() == {"long.py", "a.py"}

@@ -222,7 +222,7 @@ class SimDevice:
     def _begin(self) -> None:
         """Start a turn once the model is resident; first copy KV attached during the switch."""
         assert self.turn is not None
-        if self._switch_in(self.turn)[1]:
+        if self.requests.has_work(self.turn.model) and self._switch_in(self.turn)[1]:
             self._piece = self._queue.schedule(self._began_s, self._begin)
         else:
             self._prefetch(self.turn.model)

@@ -225,26 +225,33 @@ class Simulation:
             return
         for load in self._hosting.due(self.core.state, self._queue.now_s, needed_only=needed_only):
             for name in load.evicted:
-                self._events.append(e.Unhosted(load.device, name))
-                self._devices[load.device].page_out(name)
+                self._withdraw(name, self._devices[load.device])
             at_s = self._queue.now_s + load.duration_s
             self._queue.schedule(at_s, functools.partial(self._loaded, load.device))
 
+    def _withdraw(self, name: str, device: SimDevice) -> None:
+        """Take a model off a device; its requests arrive again, after all tokens so far."""
+        for live in device.requests.all(name):
+            self._events.append(e.Ended(live.request.id, is_complete=False))
+            ready_s = device.release(live)
+            if ready_s is not None and self._prefixes is not None:
+                self._prefixes.keep_for(live)
+            live.num_repeated, live.done_tokens = len(live.token_times_s), 0
+            at_s = self._queue.now_s if ready_s is None else ready_s
+            self._queue.schedule(at_s, functools.partial(self._events.append, _arrived(live)))
+        self._events.append(e.Unhosted(device.number, name))
+        device.page_out(name)
+
     def _loaded(self, device: int) -> None:
         assert self._hosting is not None
-        self._events.append(self._hosted(device, self._hosting.loaded(device)))
+        name = self._hosting.loaded(device, self._queue.now_s)
+        self._events.append(self._hosted(device, name))
         self._load_engines(needed_only=True)
 
     def _arrive(self, live: SimLive) -> None:
         request = live.request
         self._lives[request.id] = live
-        arrived = e.Arrived(
-            request.id,
-            request.model,
-            request.arrival_s,
-            request.prompt_tokens,
-            request.output_tokens,
-        )
+        arrived = _arrived(live)
         if self._cache is None or self._cache.arrived(request.model):
             self._events.append(arrived)
         else:
@@ -298,7 +305,9 @@ class Simulation:
                     pass  # the core's state has the role; a simulated device serves in any role
 
     def _send(self, live: SimLive, device: int) -> None:
-        if self._prefixes is not None and live.request.conversation and not live.num_tokens:
+        if self._prefixes is not None and live.num_tokens:
+            live.cached_tokens = self._prefixes.find_for(live)
+        elif self._prefixes is not None and live.request.conversation:
             live.cached_tokens = self._prefixes.find(live.request)
             self._events.append(e.PromptCached(live.request.id, live.cached_tokens))
         self._devices[device].add(live)
@@ -322,6 +331,18 @@ class Simulation:
 
 _PROGRESS_EVERY = 1000
 _TICK_S = 1.0
+
+
+def _arrived(live: SimLive) -> e.Arrived:
+    request = live.request
+    return e.Arrived(
+        request.id,
+        request.model,
+        request.arrival_s,
+        request.prompt_tokens,
+        request.output_tokens,
+        num_tokens=live.num_tokens,
+    )
 
 
 def _snapshot_bytes(
@@ -358,7 +379,7 @@ class SimPrefixes:
 
     As on the real box, the copies fill what KV of live requests leaves, the least recently used go
     first, and every device finds them. A conversation stands for its blocks: it is evicted as a
-    whole.
+    whole. The KV of requests that wait for an engine is kept besides, until their ends.
     """
 
     def __init__(
@@ -367,13 +388,14 @@ class SimPrefixes:
         """``budget_bytes`` returns the memory that is left for the copies at the moment."""
         self._bytes_per_token = kv_bytes_per_token
         self._budget_bytes = budget_bytes
-        self._kept: OrderedDict[tuple[str, str], int] = OrderedDict()  # tokens
+        # The tokens by model, and by conversation or id of a request that waits.
+        self._kept: OrderedDict[tuple[str, str, str], int] = OrderedDict()
         self.used_bytes = 0
         self.num_hit_tokens = 0
 
     def find(self, request: SimRequest) -> int:
         """Return the tokens of a prompt whose KV is kept, in whole blocks; never the last token."""
-        key = request.model, request.conversation
+        key = request.model, request.conversation, ""
         kept = self._kept.get(key) if request.conversation else None
         if kept is None:
             return 0
@@ -383,18 +405,30 @@ class SimPrefixes:
         self.num_hit_tokens += known
         return known
 
+    def find_for(self, live: SimLive) -> int:
+        """Return the tokens of a request that had waited whose KV is kept, as ``find``."""
+        kept = self._kept.get((live.request.model, "", live.request.id), 0)
+        known = min(kept, live.prefill_tokens - 1)
+        return known - known % BLOCK_TOKENS
+
+    def keep_for(self, live: SimLive) -> None:
+        """Keep the KV of a request that waits for an engine, until its end."""
+        self._keep((live.request.model, "", live.request.id), live.context_tokens)
+
     def keep(self, request: SimRequest, context_tokens: int) -> None:
         """Keep the KV of an ended request; older conversations make room."""
-        if not request.conversation:
-            return
-        key = request.model, request.conversation
+        self._drop((request.model, "", request.id))
+        if request.conversation:
+            self._keep((request.model, request.conversation, ""), context_tokens)
+
+    def _keep(self, key: tuple[str, str, str], num_tokens: int) -> None:
         self._drop(key)
-        self._kept[key] = context_tokens
-        self.used_bytes += context_tokens * self._bytes_per_token[request.model]
+        self._kept[key] = num_tokens
+        self.used_bytes += num_tokens * self._bytes_per_token[key[0]]
         budget_bytes = self._budget_bytes()
         while self._kept and self.used_bytes > budget_bytes:
             self._drop(next(iter(self._kept)))
 
-    def _drop(self, key: tuple[str, str]) -> None:
+    def _drop(self, key: tuple[str, str, str]) -> None:
         tokens = self._kept.pop(key, 0)
         self.used_bytes -= tokens * self._bytes_per_token[key[0]]

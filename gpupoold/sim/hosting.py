@@ -1,8 +1,8 @@
 """Hosting in a simulated box: engines that take memory outside the pages, and loads that take time.
 
 The decisions are those of the daemon (:mod:`gpupoold.scheduling.hosting`). A load does not stop the
-turns of its device, as in the daemon. A model that takes over an engine of its family needs no
-load; its snapshot counts as always known.
+turns of its device, as in the daemon. A model that takes over an engine of its family, perhaps one
+in use, needs no load; its snapshot counts as always known.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpupoold.errors import UsageError
@@ -27,6 +27,7 @@ from gpupoold.scheduling.hosting import (
     idle,
     is_late,
     is_taken_over,
+    shared,
     victims,
 )
 from gpupoold.scheduling.state import State
@@ -60,7 +61,10 @@ class EngineCosts:
 
 
 class EngineLoad(NamedTuple):
-    """A load or a takeover to begin: the ``evicted`` models lose their engines first."""
+    """A load or a takeover to begin: the ``evicted`` models lose their engines first.
+
+    An engine that is shared leaves with requests.
+    """
 
     device: int
     model: str
@@ -114,6 +118,8 @@ class Hosting:
         self._loading: dict[int, str] = {}
         self._num_live: Counter[str] = Counter()
         self._used_at_s: dict[str, float] = {}
+        self._since_s: dict[tuple[int, str], float] = {}  # the end of an engine's load
+        self._asking_since_s: dict[str, float] = {}  # models with requests, without an engine
         self._homes: dict[str, int] = {}
         self._next_hostable_s = -math.inf
         self.num_loads = self.num_bound = 0
@@ -157,8 +163,10 @@ class Hosting:
         num_requests = Counter(request.device for request in state.requests.values())
 
         def look(number: int) -> HostingDevice:
-            on_device = state.devices[number].models_with_requests
-            return self._device(number, on_device, num_requests[number], now_s)
+            device = state.devices[number]
+            moving = {request.model.name for request in device.moving.values()}
+            on_device = device.models_with_requests
+            return self._device(number, on_device, num_requests[number], now_s, moving)
 
         devices = [look(number) for number in self._numbers]
         loads: list[EngineLoad] = []
@@ -170,7 +178,8 @@ class Hosting:
             # Only a device without work helps late requests.
             can_help = any(not (device.num_requests or device.num_loads) for device in devices)
             late = can_help and is_late(state, name, now_s)
-            chosen = choose(self._model(name, is_late=late), devices)
+            model = self._model(name, is_late=late, is_next=self._is_next(name, now_s))
+            chosen = choose(model, devices)
             if chosen and chosen[0].device not in self._loading:
                 number = chosen[0].device
                 loads.append(self._begin(name, devices[number], chosen[0].reason))
@@ -180,7 +189,9 @@ class Hosting:
     def _begin(self, name: str, device: HostingDevice, reason: HostingReason) -> EngineLoad:
         layout = self._layouts[name][device.number]
         gone = victims(device, self.costs.bytes_of(name), reason, layout)
-        assert gone is not None, "the choice had checked it"
+        if gone is None:
+            assert reason is HostingReason.SHARED, "the choice had checked the others"
+            gone = [shared(device, layout)]
         self._engines[device.number] -= set(gone)
         self._loading[device.number] = name
         is_bound = is_taken_over(device, gone, layout)
@@ -199,10 +210,12 @@ class Hosting:
         changes = (hostable_change(state, self._model(name), devices) for name in self._models)
         return [change for change in changes if change is not None]
 
-    def loaded(self, device: int) -> str:
+    def loaded(self, device: int, now_s: float) -> str:
         """End the load of a device; return the model."""
         name = self._loading.pop(device)
         self._engines[device].add(name)
+        self._since_s[device, name] = now_s
+        self._asking_since_s.pop(name, None)
         return name
 
     @property
@@ -223,7 +236,20 @@ class Hosting:
                     self._engines[choice.device] -= set(gone)
                     self._engines[choice.device].add(name)
 
-    def _model(self, name: str, *, is_late: bool = False) -> HostingModel:
+    def _is_next(self, name: str, now_s: float) -> bool:
+        """Return whether a model with requests has waited longest for an engine of its family."""
+        if not self._num_live[name] or any(name in on for on in self._engines):
+            return False
+        since_s = self._asking_since_s.setdefault(name, now_s)
+        return not any(
+            other_s < since_s and self._family(other) == self._family(name)
+            for other, other_s in self._asking_since_s.items()
+        )
+
+    def _family(self, name: str) -> str:
+        return next(iter(self._layouts[name].values()), "")
+
+    def _model(self, name: str, *, is_late: bool = False, is_next: bool = False) -> HostingModel:
         need_bytes = dict.fromkeys(self._numbers, self.costs.bytes_of(name))
         return HostingModel(
             name,
@@ -232,6 +258,8 @@ class Hosting:
             home=self._homes.get(name),
             undivided=self._undivided[name],
             layouts=self._layouts[name],
+            family=self._family(name),
+            is_next=is_next,
         )
 
     def _device(
@@ -240,13 +268,20 @@ class Hosting:
         on_device: Collection[str] = (),
         num_requests: int = 0,
         now_s: float = 0.0,
+        moving: Collection[str] = (),
     ) -> HostingDevice:
-        """Return a device for a decision; an engine that loads has its memory, and is busy."""
+        """Return a device for a decision; an engine that loads has its memory, and is busy.
+
+        No other model shares an engine that loads, or to which requests are ``moving``.
+        """
         loading = {self._loading[number]} if number in self._loading else set[str]()
         busy, names = loading.union(on_device), sorted(loading | self._engines[number])
+        engines = {name: self._engine(name, number, now_s, is_busy=name in busy) for name in names}
+        for name in loading.union(moving).intersection(engines):
+            engines[name] = replace(engines[name], served_s=0.0)
         return HostingDevice(
             number,
-            {name: self._engine(name, number, now_s, is_busy=name in busy) for name in names},
+            engines,
             self.costs.limit_bytes,
             num_requests,
             len(loading),
@@ -263,4 +298,6 @@ class Hosting:
             is_home=self._homes.get(name) == number,
             idle_s=now_s - self._used_at_s.get(name, -math.inf),
             layout=self._layouts[name][number],
+            family=self._layouts[name][number],
+            served_s=now_s - self._since_s.get((number, name), 0.0),
         )

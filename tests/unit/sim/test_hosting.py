@@ -9,6 +9,7 @@ import pytest
 
 from gpupoold.errors import UsageError
 from gpupoold.scheduling.events import Action, Event
+from gpupoold.scheduling.hosting import SHARED_S
 from gpupoold.scheduling.invariants import check_state
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.device import BoxDevice
@@ -99,6 +100,7 @@ def run(
     num_devices: int = 1,
     policy: str = "gpupool",
     families: Mapping[str, str] | None = None,
+    prefix_bytes: int | None = None,
 ) -> SimOutcome:
     """Devices of 40 GB, models of 10 GB; the core and the devices are checked at each event."""
     simulation = Simulation(
@@ -109,6 +111,7 @@ def run(
         make_policy(policy, PolicyOptions()),
         [BoxDevice(40 * GB)] * num_devices,
         engines=engines(per_device),
+        prefix_bytes=prefix_bytes,
     )
     handle = simulation.core.handle
 
@@ -147,6 +150,43 @@ def test_a_model_takes_over_an_idle_engine_of_its_family() -> None:
     [usual_s] = ttfts_s(first)
     for ttft_s in ttfts_s(outcome)[2:]:
         assert ttft_s == pytest.approx(usual_s + BIND_S, abs=0.01)
+
+
+def test_fine_tunes_with_requests_take_turns() -> None:
+    """Of three with long answers two have engines; all go on with their KV, within seconds."""
+    requests = [request(name, 0.1 * n, output_tokens=2_000) for n, name in enumerate("abc")]
+    outcome = run(requests, "abc", 2, families=dict.fromkeys("abc", "llama"))
+    assert outcome.num_loads == 0
+    assert outcome.num_bound > 4
+    for one in outcome.results:
+        assert len(one.token_times_s) == 2_000
+        assert one.is_finished
+        assert one.token_times_s == sorted(set(one.token_times_s))
+    assert ttfts_s(outcome)[2] < SHARED_S + 2.0
+
+
+def test_kept_kv_saves_the_next_prefill() -> None:
+    """Without host memory for KV the prompts of 5,000 tokens, 0.5 s each, are computed anew."""
+    requests = [request(n, prompt_tokens=5_000, output_tokens=400) for n in "ab"]
+    families = dict.fromkeys("ab", "llama")
+    kept, anew = (
+        run(requests, "ab", 1, families=families, prefix_bytes=prefix_bytes)
+        for prefix_bytes in (None, 0)
+    )
+    assert kept.num_bound
+    ends_s = [max(one.token_times_s[-1] for one in each.results) for each in (kept, anew)]
+    assert ends_s[1] > ends_s[0] + 0.5
+
+
+@pytest.mark.parametrize("policy", ["gpupool", "aegaeon", "shortest-queue"])
+@pytest.mark.parametrize("seed", range(3))
+def test_shared_engines_serve_every_request(policy: str, seed: int) -> None:
+    names = "abcdefg"
+    requests = poisson_workload(equal_rates(names, 0.1), 200.0, Lengths(300, 300), seed)
+    families = {name: "llama" if name < "e" else "qwen" for name in names}
+    outcome = run(list(requests), names, 2, num_devices=2, policy=policy, families=families)
+    assert outcome.num_bound
+    assert all(one.is_finished for one in outcome.results)
 
 
 def test_another_family_is_loaded() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from gpupool_state import ModelRow
 from gpupoold.control.fleet.states import Host, ModelPhase
+from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.models.descriptions import have_equal_steps
 from gpupoold.control.models.inspection import Divisions
 from gpupoold.control.models.parts import ControlParts, ModelPart
@@ -32,6 +33,9 @@ from gpupoold.scheduling.hosting import (
 from gpupoold.units import format_bytes
 
 _logger = logging.getLogger(__name__)
+
+# The longest turn of an engine that fine-tunes share, without a token of the requests from before.
+_MOST_SILENT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +125,19 @@ class EngineRoom(ModelPart):
     def _is_next(self, name: str, now_s: float) -> bool:
         """Return whether a model with requests has waited longest for an engine of its family."""
         family_of = self._fleet.hosts.family_of
-        if self._fleet.availability(name).devices or not self._is_urgent(name):
+        if self._fleet.availability(name).devices or not self._urgent(name):
             self._asking_since_s.pop(name, None)
             return False
         since_s = self._asking_since_s.setdefault(name, now_s)
         return not any(
-            other_s < since_s and family_of(other) == family_of(name) and self._is_urgent(other)
+            other_s < since_s and family_of(other) == family_of(name) and self._urgent(other)
             for other, other_s in self._asking_since_s.items()
         )
 
-    def _is_urgent(self, name: str) -> bool:
-        """Return whether a request of a model waits neither for idle devices nor for a trial."""
+    def _urgent(self, name: str) -> list[LiveRequest]:
+        """Return the requests of a model that wait neither for idle devices nor for a trial."""
         requests = self._dispatcher.live.of_model(name)
-        return any(not (request.is_background or request.is_held) for request in requests)
+        return [request for request in requests if not (request.is_background or request.is_held)]
 
     async def make(
         self, name: str, worker: Worker, reason: HostingReason, *, beside_itself: bool = False
@@ -236,8 +240,21 @@ class EngineRoom(ModelPart):
             freed_bytes=freed_bytes,
             layout=engines[name].layout_digest,
             family=engines[name].family,
-            served_s=0.0 if is_changing else time.monotonic() - engines[name].since_s,
+            served_s=0.0 if is_changing else self._served_s(name, number, engines[name].since_s),
         )
+
+    def _served_s(self, name: str, number: int, since_s: float) -> float:
+        """Return the seconds for which an engine has served its model.
+
+        0 while requests from before have no token since: what their prompts have computed could be
+        lost again and again, if their KV is not kept.
+        """
+        served_s = time.monotonic() - since_s
+        is_silent = any(
+            request.device in (number, None) and request.last_sign_s < since_s
+            for request in self._urgent(name)
+        )
+        return 0.0 if is_silent and served_s < _MOST_SILENT_S else served_s
 
     def _layout_of(self, name: str, worker: Worker) -> str:
         """Return the digest of the layout of a model's cached snapshot, empty without one."""

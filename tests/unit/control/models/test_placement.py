@@ -382,6 +382,11 @@ class TestScarcity:
         assert f"abort of {former} on {number}" in full.told
         assert bound == f"bind to {former}: {evicted} on {number}"
         assert full.fleet.availability(former).can_serve
+        room, worker = full.lifecycle.room, full.supervisor.workers[number]
+        await asyncio.sleep(0.15)
+        assert room.device(worker).engines[evicted].served_s == 0, "its request has no token yet"
+        monkeypatch.setattr("gpupoold.control.models.devices._MOST_SILENT_S", 0.1)
+        assert room.device(worker).engines[evicted].served_s > 0.1
         full.requests.clear()
         await ticking(full, lambda: f"of {former}" in chain(*full.requests.values()))
         assert all(full.dispatcher.live.num_of(name) for name in (*hosted, evicted))

@@ -28,7 +28,7 @@ HOME_IDLE_S = LASTING_S
 HOSTABLE_PERIOD_S = 5.0
 """Seconds between looks at devices that could become homes; policies plan homes as often."""
 
-SHARED_S = 2.0
+SHARED_S = 5.0
 """Seconds after which an engine in use goes on to the requests of another fine-tune."""
 
 _PROMPT_TOKENS = 256

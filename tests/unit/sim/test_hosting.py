@@ -167,7 +167,7 @@ def test_fine_tunes_with_requests_take_turns() -> None:
 
 def test_kept_kv_saves_the_next_prefill() -> None:
     """Without host memory for KV the prompts of 5,000 tokens, 0.5 s each, are computed anew."""
-    requests = [request(n, prompt_tokens=5_000, output_tokens=400) for n in "ab"]
+    requests = [request(n, prompt_tokens=5_000, output_tokens=1_500) for n in "ab"]
     families = dict.fromkeys("ab", "llama")
     kept, anew = (
         run(requests, "ab", 1, families=families, prefix_bytes=prefix_bytes)

@@ -130,7 +130,10 @@ class EngineRoom(ModelPart):
             return False
         since_s = self._asking_since_s.setdefault(name, now_s)
         return not any(
-            other_s < since_s and family_of(other) == family_of(name) and self._urgent(other)
+            other_s < since_s
+            and family_of(other) == family_of(name)
+            and self._urgent(other)
+            and not self._fleet.is_changing(other)  # gets an engine
             for other, other_s in self._asking_since_s.items()
         )
 

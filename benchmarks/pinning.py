@@ -9,6 +9,7 @@ and not judged: only the cache of KV is pinned so, at a worker's start.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import sys
 import tempfile
@@ -63,6 +64,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("build/bench-pinning.json"))
     arguments = parser.parse_args()
+    logging.getLogger(pinning.__name__).setLevel(logging.ERROR)  # each round ends by a refusal
     streams: dict[str, list[Stream]] = {"alone": [], "1_gib": [], "64_mib": [], "idle": []}
     with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as name:
         folder = Path(name)

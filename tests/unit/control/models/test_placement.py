@@ -365,13 +365,7 @@ class TestScarcity:
     ) -> None:
         """The requests of the model that had the engine wait, and go on with the next engine."""
         monkeypatch.setattr("gpupoold.scheduling.hosting.SHARED_S", 0.1)
-        full.family = "family"
-        for name in "cdef":
-            await added(full, name)
-        hosted = [name for name in "abcdef" if full.hosts_of(name)]
-        [evicted, *_] = [name for name in "cdef" if not full.hosts_of(name)]
-        for name in hosted:
-            full.ask(name, f"of {name}")
+        hosted, evicted = await all_in_use(full)
         full.told.clear()
         full.ask(evicted, "r1")
         await ticking(full, lambda: bool(full.hosts_of(evicted)))
@@ -395,13 +389,7 @@ class TestScarcity:
         self, full: ModelsBox, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gpupoold.scheduling.hosting.SHARED_S", 0.0)
-        full.family = "family"
-        for name in "cdef":
-            await added(full, name)
-        hosted = [name for name in "abcdef" if full.hosts_of(name)]
-        [evicted, *_] = [name for name in "cdef" if not full.hosts_of(name)]
-        for name in hosted:
-            full.ask(name, f"of {name}")
+        hosted, evicted = await all_in_use(full)
         full.ask(evicted, "r1", Priority.BACKGROUND)
         for _ in range(5):
             full.lifecycle.controller.check(asyncio.get_running_loop().time())
@@ -421,6 +409,17 @@ class TestScarcity:
         for name in "abcd":
             full.ask(name, f"of {name}")
         await full.until(lambda: not any(full.dispatcher.live.num_waiting(one) for one in "abcd"))
+
+
+async def all_in_use(box: ModelsBox) -> tuple[list[str], str]:
+    """Add fine-tunes and ask all models with an engine; return them, and a fine-tune without."""
+    box.family = "family"
+    for name in "cdef":
+        await added(box, name)
+    hosted = [name for name in "abcdef" if box.hosts_of(name)]
+    for name in hosted:
+        box.ask(name, f"of {name}")
+    return hosted, next(name for name in "cdef" if not box.hosts_of(name))
 
 
 async def ticking(box: ModelsBox, condition: Callable[[], bool]) -> None:

@@ -128,12 +128,12 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ),
     (_SCHEDULER, "vllm.v1.core.kv_cache_manager.KVCacheBlocks", "get_block_ids"),
     (
-        _ENGINE,
+        _LEDGER,
         "vllm.v1.kv_cache_interface.KVCacheConfig",
         "num_blocks kv_cache_tensors kv_cache_groups",
     ),
     (
-        _ENGINE,
+        _LEDGER,
         "vllm.v1.kv_cache_interface.KVCacheTensor",
         "offset layers layer_stride block_stride",
     ),

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from gpupoold.memory.kv_extents import ExtentIndex
+from gpupoold.memory.kv_extents import ExtentIndex, KvGeometry, KvRow
 
 # A step writes a state to a new block, and may keep two earlier states for the prefix cache.
 _MAX_STATE_BLOCKS = 3
@@ -278,3 +279,21 @@ def put(
         table = manager.req_to_blocks[request_id]
         table += [pool.null_block] * span.start
         table += [pool.blocks[next(rest)] for _ in span]
+
+
+def geometry_of(config: KVCacheConfig, page_bytes: int) -> KvGeometry:
+    """Return the geometry of the KV; of one block of one page for a model without KV."""
+    if not config.kv_cache_tensors:
+        return KvGeometry(1, page_bytes, (KvRow(0, page_bytes, page_bytes),))
+    rows: set[KvRow] = set()
+    for tensor in config.kv_cache_tensors:
+        if tensor.layer_stride < tensor.block_stride:
+            # Blocks outermost: one piece per block, also if layers of several kinds share the
+            # block, each kind at its own offset in the block.
+            rows.add(KvRow(0, tensor.block_stride, tensor.block_stride))
+            continue
+        for layer in range(len(tensor.layers)):
+            start = tensor.offset + layer * tensor.layer_stride
+            rows.add(KvRow(start, tensor.block_stride, tensor.block_stride))
+    ordered = sorted(rows, key=lambda row: row.offset)
+    return KvGeometry(config.num_blocks, page_bytes, tuple(ordered))

@@ -26,7 +26,6 @@ from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.device import Device
 from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
-from gpupoold.memory.kv_extents import KvGeometry, KvRow
 from gpupoold.memory.prefix_tiers import PrefixTiers
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import (
@@ -37,7 +36,7 @@ from gpupoold.wire.messages import (
     RequestProgress,
 )
 from gpupoold.worker.engine.adapters import EngineAdapters, RankAdapters
-from gpupoold.worker.engine.block_demand import BlockPoolLedger, ComputedKv
+from gpupoold.worker.engine.block_demand import BlockPoolLedger, ComputedKv, geometry_of
 from gpupoold.worker.engine.configuration import engine_config, refusal
 from gpupoold.worker.engine.grammars import EngineGrammars, use_grammars
 from gpupoold.worker.engine.prefixes import StoredPrefixes, shared_owner
@@ -507,7 +506,7 @@ def load_engine(
             core = _build_core(model, config)
             if load.kv_address_range is None:  # a model without KV has the null block only
                 load.make_kv(page_bytes)
-            geometry = _geometry(core, page_bytes)
+            geometry = geometry_of(_runner(core).kv_cache_config, page_bytes)
             assert load.kv_address_range is not None
             kv = KvMemory(geometry, load.kv_address_range, load.device, host)
             info = _describe(model, core, load)
@@ -563,32 +562,17 @@ def _build_core(model: ModelToLoad, config: VllmConfig) -> EngineCore:
     return core
 
 
-def _geometry(core: Any, page_bytes: int) -> KvGeometry:
-    """Return the geometry of the KV; of one block of one page for a model without KV."""
-    config = _runner(core).kv_cache_config
-    if not config.kv_cache_tensors:
-        return KvGeometry(1, page_bytes, (KvRow(0, page_bytes, page_bytes),))
-    rows: set[KvRow] = set()
-    for tensor in config.kv_cache_tensors:
-        if tensor.layer_stride < tensor.block_stride:
-            # Blocks outermost: one piece per block, also if layers of several kinds share the
-            # block, each kind at its own offset in the block.
-            rows.add(KvRow(0, tensor.block_stride, tensor.block_stride))
-            continue
-        for layer in range(len(tensor.layers)):
-            start = tensor.offset + layer * tensor.layer_stride
-            rows.add(KvRow(start, tensor.block_stride, tensor.block_stride))
-    ordered = sorted(rows, key=lambda row: row.offset)
-    return KvGeometry(config.num_blocks, page_bytes, tuple(ordered))
-
-
 def _describe(model: ModelToLoad, core: Any, load: ModelLoad) -> LoadedModel:
     assert load.layout is not None
     config = core.vllm_config
     blocks = config.cache_config.num_gpu_blocks
     block_size = config.cache_config.block_size
     has_kv = bool(_runner(core).kv_cache_config.kv_cache_tensors)
-    kv_bytes = max(1, _geometry(core, 1).block_bytes // block_size) if has_kv else 0
+    kv_bytes = (
+        max(1, geometry_of(_runner(core).kv_cache_config, 1).block_bytes // block_size)
+        if has_kv
+        else 0
+    )
     return LoadedModel(
         name=model.name,
         architecture=config.model_config.architecture,

@@ -53,9 +53,7 @@ MAX_ROWS = 128
 """Prompt tokens of a request whose logits exist at one time."""
 
 _Compute = Callable[[Any, torch.Tensor, dict[str, int]], dict[str, Any]]
-
 _SEED_BITS = 62
-
 _SHARED_MEMORY = Path("/dev/shm")
 
 _init_method = ""

@@ -12,18 +12,15 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from gpupoold.memory.kv_extents import KvRow
-from gpupoold.worker.engine import engine
+from gpupoold.worker.engine.block_demand import geometry_of
 
 NUM_BLOCKS = 8
 SMALL, LARGE = 4096, 8192
 
 
 def rows(*tensors: KVCacheTensor) -> tuple[KvRow, ...]:
-    config = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_tensors=tensors)
-    runner = SimpleNamespace(kv_cache_config=config)
-    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
-    core: Any = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
-    geometry = engine._geometry(core, page_bytes=4096)
+    config: Any = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_tensors=tensors)
+    geometry = geometry_of(config, page_bytes=4096)
     assert geometry.total_bytes == tensors[0].size
     return geometry.rows
 

@@ -225,8 +225,13 @@ class Performer(ModelPart):
             self._history.record_event("warning", "profile_incomplete", spec.name, text)
 
     async def _keep_engine_bytes(self, name: str, worker: Worker, loaded: m.ModelLoaded) -> None:
-        """Store the memory of an engine outside the pages, the estimate for later loads."""
-        if worker.ready is not None:
+        """Store the memory of an engine outside the pages, the estimate for later loads.
+
+        The memory of the first engine on a worker is not stored, nor of one taken over, which may
+        have been the first: libraries and kernels, which later engines share, are part of that.
+        """
+        is_first = self._fleet.hosts.first_on(worker.number) == name
+        if worker.ready is not None and not (is_first or loaded.engine_of):
             kind, num_bytes = worker.ready.device_name, loaded.memory.device_bytes
             await self._registry.set_engine_bytes(name, kind, num_bytes)
 

@@ -346,6 +346,14 @@ class TestScarcity:
             await added(full, "c")
         assert not full.fleet.knows("c")
 
+    async def test_the_first_engine_is_no_estimate_for_later_loads(self, full: ModelsBox) -> None:
+        """Its memory has the libraries: a model would wait for as much although they are loaded."""
+        rows = [row for name in "ab" if (row := await full.registry.get(name)) is not None]
+        firsts = {full.fleet.hosts.first_on(number) for number in (0, 1)}
+        for row in rows:
+            is_first_on_all = firsts == {row.spec.name}
+            assert bool(row.engine_bytes) == (not is_first_on_all)
+
     async def test_a_request_waits_for_engines_in_use(self, full: ModelsBox) -> None:
         for name in "cdef":
             await added(full, name)

@@ -346,14 +346,6 @@ class TestScarcity:
             await added(full, "c")
         assert not full.fleet.knows("c")
 
-    async def test_the_first_engine_is_no_estimate_for_later_loads(self, full: ModelsBox) -> None:
-        """Its memory has the libraries: a model would wait for as much although they are loaded."""
-        rows = [row for name in "ab" if (row := await full.registry.get(name)) is not None]
-        firsts = {full.fleet.hosts.first_on(number) for number in (0, 1)}
-        for row in rows:
-            is_first_on_all = firsts == {row.spec.name}
-            assert bool(row.engine_bytes) == (not is_first_on_all)
-
     async def test_a_request_waits_for_engines_in_use(self, full: ModelsBox) -> None:
         for name in "cdef":
             await added(full, name)
@@ -454,6 +446,23 @@ async def sent(box: ModelsBox) -> list[int]:
 def request(box: ModelsBox, name: str, devices: list[int] | None = None) -> AddModelRequest:
     folder = write(box.folder / name, checkpoint())
     return AddModelRequest(name=name, source=str(folder), devices=devices or [])
+
+
+async def test_the_first_engine_is_no_estimate_for_later_loads(
+    tmp_path: Path, registry: Registry, history: History
+) -> None:
+    """Its memory has the libraries: the model would wait for as much although they are loaded."""
+    box = ModelsBox(tmp_path, registry, history, load_timeout_s=TIMEOUT_S, devices=("cuda:0",))
+    box.engine_bytes = 10
+    await box.start()
+    try:
+        await box.until(lambda: box.supervisor.workers[0].is_ready)
+        for name in "ab":
+            await added(box, name)
+        found = {row.spec.name: [*row.engine_bytes.values()] for row in await registry.list()}
+        assert found == {"a": [], "b": [10]}
+    finally:
+        await box.stop()
 
 
 class TestStarts:

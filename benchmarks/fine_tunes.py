@@ -119,7 +119,7 @@ def run(paths: Mapping[str, Path], folder: Path, num_engines: int) -> dict[str, 
             loaded_s.append(_loaded_s(daemon, name))
             used_bytes.append(_used_bytes(daemon))
             if number == num_engines - 1:
-                _limit_engines(daemon)
+                limit_engines(daemon)
         asked = [[_ask(daemon, name) for name in paths] for _ in range(_ROUNDS)]
         loads_s = _loads_s(daemon)
         back_s, first_s = _kill(daemon, next(iter(paths)))
@@ -171,12 +171,12 @@ def _alone(paths: Mapping[str, Path], log: Path) -> Iterator[tuple[str, list[int
             yield name, plain.answer(name, _PROMPT, _NUM_TOKENS)
 
 
-def _limit_engines(daemon: PrivateDaemon) -> None:
-    """Allow no more memory for engines than the present ones take."""
+def limit_engines(daemon: PrivateDaemon) -> None:
+    """Allow no more memory for the engines of a device than the present ones take."""
     with daemon.client() as client:
-        [device] = client.ps().devices
+        engine_bytes = max(device.engine_bytes for device in client.ps().devices)
         file = daemon.log_path.parent / "gpupool.toml"
-        file.write_text(f"{file.read_text()}\n[memory]\nengines = {device.engine_bytes + 1}\n")
+        file.write_text(f"{file.read_text()}\n[memory]\nengines = {engine_bytes + 1}\n")
         client.reload()
 
 

@@ -154,8 +154,7 @@ class PinnedMemory:
 
         Large ranges should have pages: CUDA creates missing pages with one thread.
         """
-        held = _Range(address, num_bytes, -next(self._uses))
-        self._ranges[address] = held
+        held = self._hold(address, num_bytes)
         with libc.prefer_node(self.numa_node):
             while held.pinned_bytes < num_bytes and self._pin_piece(held):
                 time.sleep(_PAUSE_S)
@@ -164,9 +163,7 @@ class PinnedMemory:
 
     def pin_later(self, address: int, num_bytes: int) -> None:
         """Pin a range in pieces while no worker has live requests, and slowly beside these."""
-        held = _Range(address, num_bytes, -next(self._uses))
-        self._ranges[address] = held
-        self._wait_for_idleness(held)
+        self._wait_for_idleness(self._hold(address, num_bytes))
 
     def unpin(self, address: int, num_bytes: int) -> None:
         """Undo a ``pin`` or ``pin_later`` of the same range; no copy may use the range.
@@ -219,6 +216,10 @@ class PinnedMemory:
         for held in list(self._ranges.values()):
             self.unpin(held.address, held.num_bytes)
         self.idle.close()
+
+    def _hold(self, address: int, num_bytes: int) -> _Range:
+        held = self._ranges[address] = _Range(address, num_bytes, -next(self._uses))
+        return held
 
     def _wait_for_idleness(self, held: _Range) -> None:
         with self._changed:

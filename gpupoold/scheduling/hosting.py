@@ -9,7 +9,7 @@ engines are evicted for others, first those whose model has another device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -131,6 +131,22 @@ class HostingModel:
         return device not in self.undivided and (not self.fixed or device in self.fixed)
 
 
+class EngineWaits:
+    """Since when the requests of models have waited for an engine."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, float] = {}
+
+    def is_next(self, name: str, now_s: float, is_rival: Callable[[str], bool]) -> bool:
+        """Note that a model waits; return whether no rival has waited for longer."""
+        since_s = self._since_s.setdefault(name, now_s)
+        earlier = (other for other, other_s in self._since_s.items() if other_s < since_s)
+        return not any(map(is_rival, earlier))
+
+    def end(self, name: str) -> None:
+        self._since_s.pop(name, None)
+
+
 class HostingChoice(NamedTuple):
     """A device that should load the model's engine, and the reason."""
 
@@ -193,19 +209,22 @@ def _first(
     ]
     if not (is_hosted or fitting) and model.is_next:
         reason = HostingReason.SHARED
-        fitting = [candidate for candidate in candidates if shared(candidate, model.family)]
+        fitting = [
+            candidate for candidate in candidates if _victims(model, candidate, reason) is not None
+        ]
     if is_hosted:  # a busy device would not help
         fitting = [device for device in fitting if not device.num_requests and not device.num_loads]
     return [HostingChoice(device.number, reason) for device in _sorted(model, fitting)[:1]]
 
 
 def victims(
-    device: HostingDevice, num_bytes: int, reason: HostingReason, layout: str = ""
+    device: HostingDevice, num_bytes: int, reason: HostingReason, layout: str = "", family: str = ""
 ) -> list[str] | None:
     """Return the models whose engines make place for ``num_bytes``, the least useful first.
 
     A single engine of ``layout``, if given, is enough, because it is taken over. Empty if there is
-    enough memory, None if too little can be freed. Engines chosen by hand and busy engines stay. A
+    enough memory, None if too little can be freed. Engines chosen by hand and busy engines stay,
+    except that the ``SHARED`` engine of a ``family`` leaves if no idle engines are enough. A
     spare engine replaces no other. A planned home replaces only engines of models that have another
     home, and another device or no use for ``HOME_IDLE_S``; late requests replace only engines of
     models that have another device and were not used for ``LATE_IDLE_S``.
@@ -225,7 +244,10 @@ def victims(
         if engine.gain_bytes:
             chosen.append(engine.model)
             short_bytes -= engine.gain_bytes
-    return chosen if short_bytes <= 0 else None
+    if short_bytes <= 0:
+        return chosen
+    holder = shared(device, family) if reason is HostingReason.SHARED else ""
+    return [holder] if holder else None
 
 
 def shared(device: HostingDevice, family: str) -> str:
@@ -284,7 +306,8 @@ def is_late(state: State, name: str, now_s: float) -> bool:
 
 
 def _victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -> list[str] | None:
-    return victims(device, model.need(device.number), reason, _layout(model, device))
+    layout = _layout(model, device)
+    return victims(device, model.need(device.number), reason, layout, model.family)
 
 
 def _layout(model: HostingModel, device: HostingDevice) -> str:

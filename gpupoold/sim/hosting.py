@@ -18,6 +18,7 @@ from gpupoold.errors import UsageError
 from gpupoold.scheduling.events import Hostable
 from gpupoold.scheduling.hosting import (
     HOSTABLE_PERIOD_S,
+    EngineWaits,
     HostedEngine,
     HostingDevice,
     HostingModel,
@@ -27,7 +28,6 @@ from gpupoold.scheduling.hosting import (
     idle,
     is_late,
     is_taken_over,
-    shared,
     victims,
 )
 from gpupoold.scheduling.state import State
@@ -119,7 +119,7 @@ class Hosting:
         self._num_live: Counter[str] = Counter()
         self._used_at_s: dict[str, float] = {}
         self._since_s: dict[tuple[int, str], float] = {}  # the end of an engine's load
-        self._asking_since_s: dict[str, float] = {}  # models with requests, without an engine
+        self._waits = EngineWaits()
         self._homes: dict[str, int] = {}
         self._next_hostable_s = -math.inf
         self.num_loads = self.num_bound = 0
@@ -188,10 +188,8 @@ class Hosting:
 
     def _begin(self, name: str, device: HostingDevice, reason: HostingReason) -> EngineLoad:
         layout = self._layouts[name][device.number]
-        gone = victims(device, self.costs.bytes_of(name), reason, layout)
-        if gone is None:
-            assert reason is HostingReason.SHARED, "the choice had checked the others"
-            gone = [shared(device, layout)]
+        gone = victims(device, self.costs.bytes_of(name), reason, layout, self._family(name))
+        assert gone is not None, "the choice had checked it"
         self._engines[device.number] -= set(gone)
         self._loading[device.number] = name
         is_bound = is_taken_over(device, gone, layout)
@@ -215,7 +213,7 @@ class Hosting:
         name = self._loading.pop(device)
         self._engines[device].add(name)
         self._since_s[device, name] = now_s
-        self._asking_since_s.pop(name, None)
+        self._waits.end(name)
         return name
 
     @property
@@ -240,10 +238,8 @@ class Hosting:
         """Return whether a model with requests has waited longest for an engine of its family."""
         if not self._num_live[name] or any(name in on for on in self._engines):
             return False
-        since_s = self._asking_since_s.setdefault(name, now_s)
-        return not any(
-            other_s < since_s and self._family(other) == self._family(name)
-            for other, other_s in self._asking_since_s.items()
+        return self._waits.is_next(
+            name, now_s, lambda other: self._family(other) == self._family(name)
         )
 
     def _family(self, name: str) -> str:

@@ -29,7 +29,7 @@ from benchmarks.families.plain import PlainVllm
 from benchmarks.families.prompts import LONG, SIZES, prompt_of
 from benchmarks.families.table import FAMILIES, family_named
 from benchmarks.families.workers import FamilyWorker
-from benchmarks.fine_tunes import fine_tune
+from benchmarks.fine_tunes import fine_tune, limit_engines
 from benchmarks.private_daemon import private_daemon
 from gpupoold.scheduling import events as e
 from gpupoold.wire import messages as m
@@ -326,10 +326,7 @@ def test_siblings_in_a_daemon(plain: PlainVllm, tmp_path: Path) -> None:
     ):
         add = partial(daemon.add_model, dtype="float32", max_model_len=512)
         add("tune-0", paths["tune-0"])
-        engine_bytes = max(device.engine_bytes for device in pool.ps().devices)
-        file = tmp_path / "gpupool.toml"
-        file.write_text(f"{file.read_text()}\n[memory]\nengines = {engine_bytes + 1}\n")
-        pool.reload()
+        limit_engines(daemon)
         for name in sorted(paths.keys() - {"tune-0"}):
             add(name, paths[name])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from benchmarks.fine_tunes import fine_tune
+from benchmarks.fine_tunes import fine_tune, limit_engines
 from benchmarks.private_daemon import PrivateDaemon
 from tests.functional.daemon_tools import (
     LLAMA,
@@ -18,7 +18,6 @@ from tests.functional.daemon_tools import (
     LONG,
     api_client,
     ask,
-    cli,
     emulated_config,
     private_daemon,
     ps,
@@ -46,11 +45,7 @@ def box(
             path = fine_tune(base, folder / name, number)
             daemon.add_model(name, path, **LOAD_OPTIONS)
             if not number:
-                [device] = ps(daemon).devices
-                file = folder / "box" / "gpupool.toml"
-                text = f"[memory]\nengines = {device.engine_bytes + 1}\n"
-                file.write_text(f"{file.read_text()}\n{text}")
-                assert cli(daemon, "reload").returncode == 0
+                limit_engines(daemon)
         yield daemon
 
 

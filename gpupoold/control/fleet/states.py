@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,9 +242,7 @@ class Hosts:
 
     def loaded(self, model: str, number: int, engine_of: str = "", family: str = "") -> None:
         """Record a load, the first on a worker perhaps, or one into the engine of another model."""
-        host = self.of(model, number)
-        host.family = self._families[model] = family
-        host.since_s = time.monotonic()
+        self.of(model, number).family = self._families[model] = family
         kept = self._kept_engines.pop(number, "")
         if kept and kept == engine_of:
             if self._firsts.get(number) == kept:

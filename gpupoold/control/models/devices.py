@@ -19,6 +19,7 @@ from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
 from gpupoold.errors import GpupoolError, NoSuchModel, Unavailable
 from gpupoold.scheduling.hosting import (
+    EngineWaits,
     HostedEngine,
     HostingDevice,
     HostingModel,
@@ -27,7 +28,6 @@ from gpupoold.scheduling.hosting import (
     idle,
     is_late,
     is_taken_over,
-    shared,
     victims,
 )
 from gpupoold.units import format_bytes
@@ -62,7 +62,7 @@ class EngineRoom(ModelPart):
         self._cache = cache
         self.divisions = divisions
         self.claims: dict[int, EngineClaim] = {}
-        self._asking_since_s: dict[str, float] = {}  # models with requests, without a device
+        self._waits = EngineWaits()
 
     def limit_bytes(self, worker: Worker) -> int | None:
         """Return the limit of a device's engines outside the pages, None for no limit."""
@@ -124,18 +124,17 @@ class EngineRoom(ModelPart):
 
     def _is_next(self, name: str, now_s: float) -> bool:
         """Return whether a model with requests has waited longest for an engine of its family."""
-        family_of = self._fleet.hosts.family_of
         if self._fleet.availability(name).devices or not self._urgent(name):
-            self._asking_since_s.pop(name, None)
+            self._waits.end(name)
             return False
-        since_s = self._asking_since_s.setdefault(name, now_s)
-        return not any(
-            other_s < since_s
-            and family_of(other) == family_of(name)
-            and self._urgent(other)
-            and not self._fleet.is_changing(other)  # gets an engine
-            for other, other_s in self._asking_since_s.items()
-        )
+        family_of = self._fleet.hosts.family_of
+
+        def is_rival(other: str) -> bool:
+            is_alike = family_of(other) == family_of(name)
+            # A model that changes gets an engine.
+            return is_alike and bool(self._urgent(other)) and not self._fleet.is_changing(other)
+
+        return self._waits.is_next(name, now_s, is_rival)
 
     def _urgent(self, name: str) -> list[LiveRequest]:
         """Return the requests of a model that wait neither for idle devices nor for a trial."""
@@ -304,15 +303,14 @@ class EngineRoom(ModelPart):
                 if model != name
             }
             device = replace(device, engines=others)
-            chosen = victims(device, num_bytes, reason, layout)
-            is_shared = chosen is None and reason is HostingReason.SHARED
-            if is_shared and (holder := shared(device, self._fleet.hosts.family_of(name))):
-                chosen = [holder]
+            family = self._fleet.hosts.family_of(name)
+            chosen = victims(device, num_bytes, reason, layout, family)
             if chosen is None:
                 raise _full(name, _arithmetic(device, num_bytes))
             if not chosen:
                 return
             asked.add(chosen[0])
+            is_shared = others[chosen[0]].is_busy
             keeps_engine = is_shared or is_taken_over(device, chosen, layout)
             claim = EngineClaim(chosen[0], name, keeps_engine, is_shared)
             self.claims[worker.number] = claim

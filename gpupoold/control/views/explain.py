@@ -252,7 +252,8 @@ class Explainer(ModelPart):
         if not slots:
             return "loads the model on a device"
         places = (f"{' or '.join(models)} on device {number}" for number, models in slots.items())
-        return f"takes over the engine of {', or of '.join(places)}, when that is idle"
+        when = "when that is idle, or has been in use for some seconds"
+        return f"takes over the engine of {', or of '.join(places)}, {when}"
 
     async def _finished(self, row: RequestRow) -> FinishedWhy:
         end = row.arrived_at + row.total_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -240,7 +241,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
             record = host.replaced if is_replaced else host.loaded
             self._hosts.loaded(name, worker.number, message.engine_of, message.family)
             record(message.layout_digest, message.memory, has_snapshot=message.has_snapshot)
-            host.load = message.stages
+            host.load, host.since_s = message.stages, time.monotonic()
             load.set_result((message, fd))
         elif fd is not None:
             os.close(fd)  # the caller no longer waits, and unloads the model or replaces the engine

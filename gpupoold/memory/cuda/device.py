@@ -191,22 +191,24 @@ class CudaDevice(Device):
             self._let_compute_wait()
 
     def copy_in(self, address: int, source: int, num_bytes: int) -> None:
-        for offset, length, is_pinned in self.pinned.split(source, num_bytes):
-            part = Copy(address + offset, source + offset, length)
-            if is_pinned:
-                self._driver.copy_in(*part, self._in_stream)
-            else:
-                self._staged.copy(Direction.IN, part)
+        self._copy(Direction.IN, address, source, num_bytes)
 
     def copy_out(self, target: int, address: int, num_bytes: int) -> None:
         """Copy to the host, after the kernels launched earlier have finished."""
         self._wait_for_compute()
-        for offset, length, is_pinned in self.pinned.split(target, num_bytes):
-            part = Copy(target + offset, address + offset, length)
+        self._copy(Direction.OUT, target, address, num_bytes)
+
+    def _copy(self, direction: Direction, target: int, source: int, num_bytes: int) -> None:
+        if direction is Direction.IN:
+            host, copy, stream = source, self._driver.copy_in, self._in_stream
+        else:
+            host, copy, stream = target, self._driver.copy_out, self._out_stream
+        for offset, length, is_pinned in self.pinned.split(host, num_bytes):
+            part = Copy(target + offset, source + offset, length)
             if is_pinned:
-                self._driver.copy_out(*part, self._out_stream)
+                copy(*part, stream)
             else:
-                self._staged.copy(Direction.OUT, part)
+                self._staged.copy(direction, part)
 
     def open_copy_stream(self, direction: Direction) -> CopyStream:
         """Open a copy stream with a separate CUDA stream."""

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
 
-from gpupoold.memory.device import AddressRange, PagePool
+from gpupoold.memory.device import AddressRange
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvGeometry, KvRow, Place
+from gpupoold.memory.pages import PagePool
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency

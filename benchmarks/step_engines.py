@@ -30,8 +30,8 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gpupoold.domain import ModelName, Targets
-from gpupoold.memory.device import PagePool
 from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.pages import PagePool
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel
 from gpupoold.worker.calls import answer

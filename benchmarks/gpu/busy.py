@@ -18,7 +18,8 @@ from benchmarks.gpu.device import opened
 from benchmarks.gpu.rig import Setting, arguments, setting_of
 from benchmarks.gpu.timed_driver import TimedDriver
 from gpupoold.memory.bandwidth import Scratch, scratch_memory
-from gpupoold.memory.device import Copy, Device, Direction, PagePool, PageRun
+from gpupoold.memory.device import Copy, Device, Direction
+from gpupoold.memory.pages import PagePool, PageRun
 from gpupoold.memory.transfers import TransferQueue
 
 # A call may take so much longer beside a kernel or copy of 100 ms. A call that waits takes 100 ms.

@@ -22,8 +22,9 @@ from benchmarks.in_worker.copies import plain_copies
 from gpupoold.memory.bandwidth import Scratch, scratch_memory
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaDriver
-from gpupoold.memory.device import Copy, Device, Direction, PagePool, PageRun
+from gpupoold.memory.device import Copy, Device, Direction
 from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.pages import PagePool, PageRun
 from gpupoold.memory.transfers import TransferQueue
 
 _WARM_UP = 2

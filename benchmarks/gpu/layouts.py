@@ -14,10 +14,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.shapes import Shape
-from gpupoold.memory.device import AddressRange, Device, Direction, PagePool
+from gpupoold.memory.device import AddressRange, Device, Direction
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import ExtentIndex, KvGeometry, KvRow, Place
+from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import TransferQueue
 
 BLOCK_TOKENS = 16

@@ -14,7 +14,8 @@ from benchmarks.in_worker.copies import plain_copies
 from benchmarks.in_worker.idle import empty_device
 from gpupoold.errors import Refused
 from gpupoold.memory.bandwidth import Scratch, scratch_memory
-from gpupoold.memory.device import Copy, CopyStream, Device, Direction, PagePool, PageRun
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction
+from gpupoold.memory.pages import PagePool, PageRun
 from gpupoold.memory.transfers import TransferQueue
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from gpupoold.memory.device import AddressRange, Copy, CopyStream, Device, Direction, PagePool, cut
+from gpupoold.memory.device import AddressRange, Copy, CopyStream, Device, Direction, cut
 from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.pages import PagePool
 
 # Takes 3 ms on a fast link, so the cost of starting a copy and waking a thread is negligible.
 _PROBE_BYTES = 128 << 20

@@ -24,8 +24,9 @@ from itertools import count
 from pathlib import Path
 
 from gpupoold.memory import libc
-from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, PageRun, Unpinned
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, Unpinned
 from gpupoold.memory.libc import create_memfd
+from gpupoold.memory.pages import PageRun
 from gpupoold.memory.pinning import IdleLock, PinnedMemory, StagedCopies, StagedCopyStream
 from gpupoold.units import format_bytes
 

@@ -16,8 +16,9 @@ from itertools import chain, compress, islice
 from operator import attrgetter
 from typing import Protocol
 
-from gpupoold.memory.device import AddressRange, Device, as_ranges
+from gpupoold.memory.device import AddressRange, Device
 from gpupoold.memory.host import HostSlot, Slot
+from gpupoold.memory.pages import as_ranges
 from gpupoold.memory.transfers import Transfer
 
 # Extents of a group are moved together: one call maps each row, and one copy moves it. 32 MiB take

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpupoold.memory.device import PagePool, PageRun
+from gpupoold.memory.pages import PagePool, PageRun
 
 _MAX_BASE_SLABS = 8
 _MAX_TAIL_SHARE = 1 / 8

@@ -13,8 +13,9 @@ from typing import NoReturn
 from gpupoold.domain import DeviceFacts
 from gpupoold.engine_versions import check_engine_version
 from gpupoold.errors import Failed
-from gpupoold.memory.device import Device, OutOfPages
+from gpupoold.memory.device import Device
 from gpupoold.memory.group.link import RankLost
+from gpupoold.memory.pages import OutOfPages
 from gpupoold.system.activity import WORKER
 from gpupoold.system.process import (
     EMULATED_DEVICE_NICENESS,
@@ -149,9 +150,9 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         from gpupoold.worker.turns.models import WorkerDevice
     end_at_faults()
     from gpupoold.memory.bandwidth import measure_fill, measure_link
-    from gpupoold.memory.device import PagePool
     from gpupoold.memory.host import KvHostCache
     from gpupoold.memory.libc import prefer_node
+    from gpupoold.memory.pages import PagePool
 
     version = check_engine_version()
     device = _open_device(arguments, rank)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from gpupoold.errors import GpupoolError, NoSuchModel, UsageError
-from gpupoold.memory.device import OutOfPages
+from gpupoold.memory.pages import OutOfPages
 from gpupoold.system.activity import ThreadPhase
 from gpupoold.wire.messages import Call, CallResult
 from gpupoold.worker.turns.loop import TurnLoop

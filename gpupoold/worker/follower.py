@@ -19,9 +19,10 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker import workspace
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from gpupoold.memory.device import Device, PagePool
+from gpupoold.memory.device import Device
 from gpupoold.memory.group.device import FollowerMemory
 from gpupoold.memory.group.link import Link, OrderCount, RankLost, run_files, run_orders
+from gpupoold.memory.pages import PagePool
 from gpupoold.worker.engine.adapters import EngineAdapters, ReadAdapter, forget_slots
 from gpupoold.worker.engine.vllm_process import (
     distributed_init_method,

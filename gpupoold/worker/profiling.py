@@ -40,7 +40,7 @@ from gpupoold.latency.models import (
     quality_of,
 )
 from gpupoold.latency.shape import FitError, LatencyError, ModelShape, ShapeError, from_hf_config
-from gpupoold.memory.device import OutOfPages
+from gpupoold.memory.pages import OutOfPages
 from gpupoold.wire.messages import RequestProgress
 from gpupoold.worker.engine.configuration import failure
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from gpupoold.domain import ModelName
-from gpupoold.memory.device import Copy, PagePool
+from gpupoold.memory.device import Copy
 from gpupoold.memory.emulated import ModelledLink
 from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.pages import PagePool
 from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m
 from gpupoold.worker.device import DriverMemory, open_device

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from gpupoold.domain import ModelName
-from gpupoold.memory.device import PagePool
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.pages import PagePool
 from gpupoold.wire import messages as m
 from gpupoold.worker.device import DriverMemory, open_device
 from gpupoold.worker.engine.cpu_build import adapt_cpu_build

@@ -8,9 +8,10 @@ import pytest
 
 from gpupoold.memory.bandwidth import measure_link
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.device import AddressRange, PagePool, PageRun
+from gpupoold.memory.device import AddressRange
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.libc import num_nodes, prefer_node
+from gpupoold.memory.pages import PagePool, PageRun
 from tests.gpu.conftest import NUM_PAGES, PAGE
 from tests.gpu.rig import HAS_KERNELS
 

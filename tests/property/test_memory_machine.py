@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gpupoold.memory.device import OutOfPages
 from gpupoold.memory.host import HostSlot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.pages import OutOfPages
 from gpupoold.memory.transfers import Transfer
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.ledger import MemoryLedger

@@ -25,17 +25,9 @@ from functools import partial
 
 from gpupoold.errors import Failed
 from gpupoold.memory.cuda.driver import CudaCopyStream, CudaDriver, CudaError
-from gpupoold.memory.device import (
-    Copy,
-    CopyStream,
-    Device,
-    Direction,
-    Fence,
-    PageRun,
-    Unpinned,
-    split_runs,
-)
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, Unpinned
 from gpupoold.memory.libc import node_of
+from gpupoold.memory.pages import PageRun, split_runs
 from gpupoold.memory.pinning import IdleLock, PinnedMemory, StagedCopies, StagedCopyStream
 from gpupoold.units import format_bytes
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from gpupoold.memory.device import Device, OutOfPages, PagePool
+from gpupoold.memory.device import Device
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.pages import OutOfPages, PagePool
 from gpupoold.memory.transfers import BATCH_BYTES, Transfer, TransferQueue
 from gpupoold.scheduling.eviction import Eviction, PageHolding, Victim, plan_evictions
 from gpupoold.wire.messages import SwitchRecord

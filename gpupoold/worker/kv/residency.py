@@ -9,10 +9,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from gpupoold.memory.device import Device, Direction, Fence, OutOfPages, PagePool
+from gpupoold.memory.device import Device, Direction, Fence
 from gpupoold.memory.host import HostSlot, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.pages import OutOfPages, PagePool
 from gpupoold.memory.transfers import Transfer, TransferQueue
 from gpupoold.wire.messages import SwitchRecord
 from gpupoold.worker.kv.page_eviction import PageEviction, Use, WeightLoads, spare_extents

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gpupoold.domain import DeviceActivity, Targets
 from gpupoold.errors import NoSuchModel
-from gpupoold.memory.device import OutOfPages
 from gpupoold.memory.host import Slot
+from gpupoold.memory.pages import OutOfPages
 from gpupoold.memory.transfers import Arrival
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.system.process import set_log_level

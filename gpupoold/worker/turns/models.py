@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gpupoold.errors import GpupoolError
-from gpupoold.memory.device import Device, PagePool
+from gpupoold.memory.device import Device
 from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.pages import PagePool
 from gpupoold.memory.prefix_tiers import PrefixTiers
 from gpupoold.memory.weights import Snapshots
 from gpupoold.wire import messages as m

@@ -22,7 +22,8 @@ from torch import nn
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from gpupoold.errors import Failed
-from gpupoold.memory.device import Copy, CopyStream, Device, Direction, OutOfPages
+from gpupoold.memory.device import Copy, CopyStream, Device, Direction
+from gpupoold.memory.pages import OutOfPages
 from gpupoold.memory.transfers import BATCH_BYTES
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer

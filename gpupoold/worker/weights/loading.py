@@ -29,10 +29,11 @@ from gpupoold.checkpoints.files import TensorEntry, read_tensors
 from gpupoold.checkpoints.survey import estimate_weight_bytes, model_dtype_bits
 from gpupoold.engine_options.names import max_rank, num_slots
 from gpupoold.errors import Refused, ServerError
-from gpupoold.memory.device import AddressRange, Device, PagePool, PageRun
+from gpupoold.memory.device import AddressRange, Device
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.kv_extents import in_whole_extents
 from gpupoold.memory.libc import prefer_node
+from gpupoold.memory.pages import PagePool, PageRun
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.units import format_bytes
 from gpupoold.wire.messages import ModelToLoad

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.device import PageRun
+from gpupoold.memory.pages import PageRun
 
 PAGE = 4096
 NUM_PAGES = 64

@@ -10,11 +10,12 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 
-from gpupoold.memory.device import AddressRange, Copy, CopyStream, Direction, PagePool, PageRun
+from gpupoold.memory.device import AddressRange, Copy, CopyStream, Direction
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvGeometry, KvRow, Place
+from gpupoold.memory.pages import PagePool, PageRun
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.ledger import MemoryLedger

@@ -7,8 +7,9 @@ import pytest
 from gpupoold.memory import bandwidth
 from gpupoold.memory.bandwidth import LinkBandwidth, measure_fill, measure_link
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.device import Copy, Direction, OutOfPages, PagePool
+from gpupoold.memory.device import Copy, Direction
 from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.pages import OutOfPages, PagePool
 from tests.unit.memory.cuda_rig import NUM_PAGES, PAGE
 from tests.unit.memory.fake_cuda import FakeCuda
 

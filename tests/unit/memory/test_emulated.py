@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from gpupoold.memory import libc
-from gpupoold.memory.device import PageRun
 from gpupoold.memory.emulated import EmulatedDevice, ModelledDriver, default_page_bytes
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.libc import available_bytes, create_memfd
+from gpupoold.memory.pages import PageRun
 from tests.unit.descriptors import open_descriptors, opened_since
 from tests.unit.memory.rig import PAGE, Rig, pattern, read, write
 
@@ -165,7 +165,7 @@ def run_script(setup: str, access: str, env: dict[str, str]) -> int:
     script = textwrap.dedent(
         f"""
         import ctypes, resource
-        from gpupoold.memory.device import PageRun
+        from gpupoold.memory.pages import PageRun
         from gpupoold.memory.emulated import EmulatedDevice
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         device = EmulatedDevice(16384, 4096)

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from gpupoold.memory.device import OutOfPages
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvGeometry, Place
+from gpupoold.memory.pages import OutOfPages
 from tests.unit.memory.ledger import MemoryLedger
 from tests.unit.memory.rig import LAYOUTS, PAGE, Rig, fill_blocks, geometry_of, read_block
 

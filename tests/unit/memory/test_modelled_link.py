@@ -6,8 +6,9 @@ from ctypes import addressof, create_string_buffer
 
 import pytest
 
-from gpupoold.memory.device import Copy, Direction, PageRun
+from gpupoold.memory.device import Copy, Direction
 from gpupoold.memory.emulated import EmulatedDevice, LinkCopyStream, ModelledLink
+from gpupoold.memory.pages import PageRun
 
 RATE = 1000.0
 

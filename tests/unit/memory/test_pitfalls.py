@@ -11,9 +11,10 @@ import pytest
 
 from gpupoold.memory import pinning
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.device import AddressRange, Copy, CopyStream, Direction, PagePool
+from gpupoold.memory.device import AddressRange, Copy, CopyStream, Direction
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv_extents import Place
+from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import TransferQueue
 from tests.unit.memory.cuda.test_models import Model
 from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE, mapped

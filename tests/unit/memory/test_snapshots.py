@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.device import AddressRange, Device, PagePool
+from gpupoold.memory.device import AddressRange, Device
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.pages import PagePool
 from gpupoold.memory.weights import Snapshots, WeightMemory
 from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken
 from tests.unit.memory.fake_cuda import FakeCuda

@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from gpupoold.errors import Failed
-from gpupoold.memory.device import Direction, OutOfPages
+from gpupoold.memory.device import Direction
+from gpupoold.memory.pages import OutOfPages
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.rig import PAGE, GatedCopyStream, Rig, pattern, read, write

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from gpupoold.memory.cuda.driver import CudaError
-from gpupoold.memory.device import OutOfPages
+from gpupoold.memory.pages import OutOfPages
 from gpupoold.system.process import OUT_OF_DEVICE_MEMORY_STATUS, OUT_OF_MEMORY_STATUS
 from gpupoold.worker.__main__ import memory_status
 

@@ -13,14 +13,11 @@ torch = pytest.importorskip("torch", reason="the engine is not installed")
 
 from torch import Tensor, nn  # noqa: E402
 
-from gpupoold.memory.device import (  # noqa: E402
-    AddressRange,
-    Direction,
-    PagePool,
-)
+from gpupoold.memory.device import AddressRange, Direction  # noqa: E402
 from gpupoold.memory.emulated import EmulatedDevice  # noqa: E402
 from gpupoold.memory.host import HostBuffer  # noqa: E402
 from gpupoold.memory.kv_extents import Place  # noqa: E402
+from gpupoold.memory.pages import PagePool  # noqa: E402
 from gpupoold.memory.transfers import TransferQueue  # noqa: E402
 from gpupoold.memory.weights import WeightMemory  # noqa: E402
 from gpupoold.wire.messages import RunTurn  # noqa: E402

@@ -13,8 +13,8 @@ from benchmarks.in_worker.copies import plain_copies
 from benchmarks.in_worker.device import bench_device
 from gpupoold.errors import Refused
 from gpupoold.memory.bandwidth import scratch_memory
-from gpupoold.memory.device import PagePool
 from gpupoold.memory.emulated import EmulatedDevice
+from gpupoold.memory.pages import PagePool
 
 PAGE = 64 << 10
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.device import AddressRange, Direction, OutOfPages, PagePool
+from gpupoold.memory.device import AddressRange, Direction
 from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvGeometry, KvRow, Place
+from gpupoold.memory.pages import OutOfPages, PagePool
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.cuda_rig import COMPUTE, PAGE

@@ -13,12 +13,13 @@ import pytest
 
 from gpupoold.errors import Failed
 from gpupoold.memory import libc
-from gpupoold.memory.device import AddressRange, Copy, Direction, PagePool, PageRun
+from gpupoold.memory.device import AddressRange, Copy, Direction
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.group.device import FollowerMemory, GroupDevice
 from gpupoold.memory.group.link import Link, OrderBook, OrderCount, RankLost, run_files, run_orders
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.libc import create_memfd
+from gpupoold.memory.pages import PagePool, PageRun
 
 NUM_PAGES = 16
 PAGE_BYTES = 64 << 10

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.device import AddressRange, PagePool
+from gpupoold.memory.device import AddressRange
+from gpupoold.memory.pages import PagePool
 from gpupoold.worker.kv.residency import LastUses
 from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE
 from tests.unit.memory.fake_cuda import FakeCuda

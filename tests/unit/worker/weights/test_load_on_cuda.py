@@ -16,9 +16,10 @@ torch = pytest.importorskip("torch", reason="the engine is not installed")
 from gpupoold.domain import ModelName  # noqa: E402
 from gpupoold.memory.cuda.device import CudaDevice  # noqa: E402
 from gpupoold.memory.cuda.driver import CudaError  # noqa: E402
-from gpupoold.memory.device import AddressRange, PagePool  # noqa: E402
+from gpupoold.memory.device import AddressRange  # noqa: E402
 from gpupoold.memory.emulated import EmulatedDevice  # noqa: E402
 from gpupoold.memory.host import HostBuffer  # noqa: E402
+from gpupoold.memory.pages import PagePool  # noqa: E402
 from gpupoold.wire.messages import ModelToLoad  # noqa: E402
 from gpupoold.worker.weights import tensors  # noqa: E402
 from gpupoold.worker.weights.loading import (  # noqa: E402

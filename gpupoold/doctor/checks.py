@@ -407,7 +407,7 @@ def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
         return
     found = f"{numa.num_nodes} nodes"
     if "cuda" in kinds and numa.problem:
-        fix = "allow set_mempolicy in the container or service (SystemCallFilter=, seccomp)"
+        fix = "allow mbind in the container or service (SystemCallFilter=, seccomp)"
         yield warning("numa", f"{found}; memory may be far from the GPU: {numa.problem}", fix)
     elif "cuda" in kinds and numa.is_balancing:
         text = f"{found}; the kernel moves pages between nodes, which stalls copies"

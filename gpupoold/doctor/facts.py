@@ -93,7 +93,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class NumaFacts:
-    """NUMA nodes; ``problem`` is the reason why threads cannot choose a node, or empty.
+    """NUMA nodes; ``problem`` is the reason why memory cannot have a node, or empty.
 
     ``node_bytes`` is the memory of the nodes by number.
     """

@@ -149,12 +149,16 @@ def daemon_facts(client: AdminClient) -> DaemonFacts:
 
 
 def numa_facts() -> NumaFacts:
-    """Return the NUMA nodes, and whether threads may choose a node."""
-    problem = ""
+    """Return the NUMA nodes, and whether memory may be taken from one of them."""
+    problem, size = "", os.sysconf("SC_PAGE_SIZE")
+    flags = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS
+    address = libc.mmap(None, size, libc.PROT_READ_WRITE, flags, -1, 0)
     try:
-        libc.set_mempolicy(*libc.get_mempolicy())
+        libc.mbind(address, size, libc.MPOL_DEFAULT, 0)
     except OSError as error:
         problem = error.strerror or str(error)
+    finally:
+        libc.munmap(address, size)
     is_balancing = False
     with suppress(OSError):
         is_balancing = _BALANCING.read_text().strip() not in ("", "0")

@@ -31,8 +31,7 @@ class LinkBandwidth:
 def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) -> LinkBandwidth:
     """Copy ``num_bytes``, or as much as free pages allow, each way; return the best of three.
 
-    Pages and pinned host memory are allocated before, so only the link is measured: under
-    :func:`~gpupoold.memory.libc.prefer_node`, the link to that node.
+    Pages and pinned host memory are allocated before, so only the link is measured.
 
     Raises:
         OutOfPages: no page is free.
@@ -127,7 +126,8 @@ def scratch_memory(
         undo.callback(address_range.close)
         if is_mapped:
             address_range.retain(range(num_pages))
-        buffer = HostBuffer.create("gpupool-scratch", num_pages * device.page_bytes)
+        num_bytes_mapped = num_pages * device.page_bytes
+        buffer = HostBuffer.create("gpupool-scratch", num_bytes_mapped, device.rank_nodes[:1])
         undo.callback(buffer.close)
         device.pin(buffer.address, buffer.num_bytes)
         undo.callback(device.unpin, buffer.address, buffer.num_bytes)

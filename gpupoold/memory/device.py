@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from gpupoold.memory.libc import memcpy
+from gpupoold.memory.libc import NO_NODE, memcpy
 from gpupoold.memory.pages import PagePool, PageRun, as_ranges, split_runs
 
 
@@ -132,8 +132,8 @@ class Device(ABC):
     """Memory that vLLM needs beyond a model's weights while it loads the model."""
     copy_batch_bytes: int = 8 << 20
     """Bytes that a copy stream copies at a time, enough to keep the link busy."""
-    numa_node: int = -1
-    """NUMA node with the nearest host memory, -1 if all nodes are equal."""
+    rank_nodes: Sequence[int] = (NO_NODE,)
+    """NUMA node with the nearest host memory of each rank, ``NO_NODE`` if all nodes are equal."""
     pci_bus_id: str = ""
     """PCI address of the GPU, of the first GPU of a group; empty on an emulated device."""
     num_ranks: int = 1

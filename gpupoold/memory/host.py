@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 import struct
@@ -16,13 +17,14 @@ from blake3 import blake3
 
 from gpupoold.memory import libc
 from gpupoold.memory.device import Device
-from gpupoold.memory.libc import create_memfd
+from gpupoold.memory.libc import NO_NODE, create_memfd
 from gpupoold.memory.slabs import Allocation, BlockPlace, SlabAllocator, slab_bytes_for
 
 _POPULATED = libc.MAP_SHARED | libc.MAP_POPULATE
 # Bytes of a large buffer whose pages one of several threads allocates at a time.
 _PIECE_BYTES = 64 << 20
 _MAX_THREADS = 8
+_BLOCK_BYTES = 512  # of st_blocks
 
 # Consecutive blocks of a request in one record, which are evicted together.
 MAX_BLOCKS = 8
@@ -72,13 +74,15 @@ class HostBuffer:
         self._is_open = True
 
     @classmethod
-    def create(cls, name: str, num_bytes: int) -> HostBuffer:
-        """Create a zeroed buffer.
+    def create(cls, name: str, num_bytes: int, nodes: Sequence[int] = (NO_NODE,)) -> HostBuffer:
+        """Create a zeroed buffer: the first of equal parts, each with pages of one of ``nodes``.
 
         Raises:
             OSError: the machine has too little free memory.
         """
-        return cls(create_memfd(name, num_bytes, touch_pages), num_bytes)
+        file_bytes = num_bytes * len(nodes)
+        fd = create_memfd(name, file_bytes, functools.partial(touch_pages, nodes=nodes))
+        return cls(fd, num_bytes)
 
     def close(self) -> None:
         """Unmap and close; the bytes stay while another process has the memfd open.
@@ -92,26 +96,23 @@ class HostBuffer:
         os.close(self.fd)
 
 
-def touch_pages(fd: int, num_bytes: int) -> None:
+def touch_pages(fd: int, num_bytes: int, nodes: Sequence[int]) -> None:
     """Allocate and zero all pages of a memfd, on several cores.
 
-    Called before pinning: one thread, such as the thread of the pinning call, needs at least 0.2 s
-    per GB (2.5 s in a virtual machine with untouched memory). The threads inherit the caller's
-    memory policy. The kernel is asked for huge pages, which it gives to shared memory only if
-    ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``advise`` or more: pinning takes
-    a driver's locks once for each page.
+    Each of ``len(nodes)`` equal parts gets pages of one node. Called before pinning: one thread,
+    such as the thread of the pinning call, needs at least 0.2 s per GB (2.5 s in a virtual machine
+    with untouched memory).
 
     Raises:
         OSError: the machine has too little memory.
     """
+    libc.prefer_nodes(fd, num_bytes, nodes)
 
     def touch(offset: int) -> None:
         length = min(_PIECE_BYTES, num_bytes - offset)
         address = libc.mmap(None, length, libc.PROT_READ_WRITE, libc.MAP_SHARED, fd, offset)
         try:
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                libc.madvise(address, length, libc.MADV_HUGEPAGE)
-            libc.madvise(address, length, libc.MADV_POPULATE_WRITE)
+            libc.populate(address, length)
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel before 5.14
                 raise
@@ -184,7 +185,7 @@ class KvHostCache:
     ``prefixes``, if set, keeps KV of ended requests here, which is evicted for other slots.
 
     Models with blocks of different sizes share the memory by slabs (:mod:`gpupoold.memory.slabs`).
-    The kernel allocates the buffer's memory only when slots are first used.
+    The kernel allocates the buffer's memory only when slots are first used or pinned.
 
     ``table`` has the places of these prefixes, behind the bytes of all ranks in the memfd; None in
     a cache without memory.
@@ -236,12 +237,18 @@ class KvHostCache:
         return None if blocks is None else HostSlot(self, blocks)
 
     def pin(self, device: Device) -> None:
-        """Pin the whole buffer for copies of ``device``; allocates the memory."""
+        """Pin the whole buffer for copies of ``device`` in idle moments.
+
+        Raises:
+            OSError: the machine has too little free memory for the whole buffer.
+        """
         if not self.budget_bytes:
             return
         if not device.is_host_addressable:
-            touch_pages(self.fd, self.shape.data_bytes)
-        device.pin(self.address, self.budget_bytes)
+            missing_bytes = self.shape.data_bytes - os.fstat(self.fd).st_blocks * _BLOCK_BYTES
+            libc.check_available("the KV host cache", missing_bytes)
+        libc.prefer_nodes(self.fd, self.shape.data_bytes, device.rank_nodes)
+        device.pin_later(self.address, self.budget_bytes)
         device.share_host(self.address, self.budget_bytes, self.fd)
 
     def unpin(self, device: Device) -> None:

@@ -1,8 +1,7 @@
 """Host memory by calls of the C library, shared memory with pages, and NUMA nodes.
 
-Copies from the other socket run at a third of the speed or less: memory for a device's copies is
-allocated inside ``with prefer_node(device.numa_node):``, on the thread that allocates or first
-touches the memory.
+Copies from the other socket may run at a third of the speed: the memory of a device's copies has a
+policy that takes new pages from the device's node, whichever process or thread touches them first.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from mmap import PAGESIZE
 from pathlib import Path
 
@@ -35,11 +34,11 @@ MADV_HUGEPAGE = 14
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 
-MPOL_PREFERRED = 1
+MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
-# Numbers of system calls without a C library function: (get_mempolicy, set_mempolicy).
-_MEMPOLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
+# Numbers of system calls without a C library function.
+_MBIND = {"x86_64": 237, "aarch64": 235}
 _MAX_NODES = 1024  # the kernel refuses a mask shorter than its possible nodes
 _PY_BUF_WRITE = 0x200
 _view_from = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -93,6 +92,18 @@ def madvise(address: int, num_bytes: int, advice: int) -> None:
         raise _error(f"madvise of {num_bytes} bytes")
 
 
+def populate(address: int, num_bytes: int) -> None:
+    """Allocate and zero the missing pages of writable memory; ``EINVAL`` before kernel 5.14.
+
+    The kernel is asked for huge pages, which it gives to shared memory only if
+    ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``advise`` or more: pinning takes a
+    driver's locks once for each page.
+    """
+    with suppress(OSError):  # a kernel without huge pages
+        madvise(address, num_bytes, MADV_HUGEPAGE)
+    madvise(address, num_bytes, MADV_POPULATE_WRITE)
+
+
 def move_pages(source: int, target: int, num_bytes: int) -> None:
     """Move the page-table entries of a shared mapping to ``target``, replacing its mapping.
 
@@ -135,35 +146,19 @@ def memset(target: int, value: int, num_bytes: int) -> None:
     _libc().memset(target, value, num_bytes)
 
 
-def get_mempolicy() -> tuple[int, int]:
-    """Return the result of ``get_mempolicy(2)``: mode with flags, and nodes as a bit mask.
+def mbind(address: int, num_bytes: int, mode: int, nodes: int) -> None:
+    """Set the nodes, a bit mask, for new pages of mapped memory (``mbind(2)``).
 
     Raises:
         OSError: with the errno of the call; ``ENOSYS`` on unknown processors.
     """
-    mode, nodes = ctypes.c_int(), (ctypes.c_uint8 * (_MAX_NODES // 8))()
-    address, flags = ctypes.c_void_p(None), ctypes.c_ulong(0)
-    _mempolicy(0, ctypes.byref(mode), nodes, ctypes.c_ulong(_MAX_NODES), address, flags)
-    return mode.value, int.from_bytes(nodes, "little")
-
-
-def set_mempolicy(mode: int, nodes: int) -> None:
-    """Set the nodes, a bit mask, for the calling thread's new pages (``set_mempolicy(2)``).
-
-    Raises:
-        OSError: with the errno of the call; ``ENOSYS`` on unknown processors.
-    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"mbind: no known system call number on {platform.machine()}")
     mask = ctypes.create_string_buffer(nodes.to_bytes(_MAX_NODES // 8, "little"), _MAX_NODES // 8)
-    _mempolicy(1, ctypes.c_long(mode), mask, ctypes.c_ulong(_MAX_NODES))
-
-
-def _mempolicy(which: int, *arguments: object) -> None:
-    name, machine = ("get_mempolicy", "set_mempolicy")[which], platform.machine()
-    if machine not in _MEMPOLICY_CALLS:
-        raise OSError(errno.ENOSYS, f"{name}: no known system call number on {machine}")
-    number = ctypes.c_long(_MEMPOLICY_CALLS[machine][which])
-    if _libc().syscall(number, *arguments) != 0:
-        raise _error(name)
+    sizes = ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_ulong(mode)
+    if _libc().syscall(number, *sizes, mask, ctypes.c_ulong(_MAX_NODES), ctypes.c_ulong(0)) != 0:
+        raise _error("mbind")
 
 
 def _error(call: str) -> OSError:
@@ -177,18 +172,27 @@ def create_memfd(
     """Return a descriptor of a new zeroed memfd with all pages; children do not inherit it.
 
     The size is sealed, so no mapping can lose pages. For ``populate`` see
-    :func:`~gpupoold.system.sealed_memory.create_sealed_memfd`.
+    :func:`~gpupoold.system.kernel_memory.create_sealed_memfd`.
 
     Raises:
         OSError: the machine or the control group has too little free memory.
     """
-    # The kernel would allocate pages beyond the available memory until its OOM killer ends a
-    # process.
+    check_available(name, num_bytes)
+    return create_sealed_memfd(name, num_bytes, populate)
+
+
+def check_available(name: str, num_bytes: int) -> None:
+    """Check that so much memory is available.
+
+    The kernel would allocate more pages too, until its OOM killer ends a process.
+
+    Raises:
+        OSError: the machine or the control group has too little free memory.
+    """
     free_bytes = available_bytes()
     if num_bytes > free_bytes:
         text = f"{name} needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} is available"
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}: {text}")
-    return create_sealed_memfd(name, num_bytes, populate)
 
 
 def available_bytes() -> int:
@@ -232,33 +236,30 @@ def node_bytes() -> dict[int, int]:
     return found
 
 
-@contextmanager
-def prefer_node(node: int) -> Iterator[None]:
-    """Take new pages of the calling thread from ``node`` while the node has free pages.
+def prefer_node(address: int, num_bytes: int, node: int) -> None:
+    """Take new pages of mapped memory from ``node`` while the node has free pages.
 
-    Includes pages of shared memory. No effect for ``NO_NODE``, on a machine with one node, or where
-    the call is forbidden, as in many containers: copies are then slower, never wrong.
+    The policy of shared memory holds for all processes. No effect for ``NO_NODE``, on a machine
+    with one node, or where the call is forbidden, as in many containers: copies are then slower,
+    never wrong.
     """
-    before: tuple[int, int] | None = None
-    if node != NO_NODE and num_nodes() >= 2:
-        with _warned_once():
-            former = get_mempolicy()
-            set_mempolicy(MPOL_PREFERRED, 1 << node)
-            before = former
+    if node == NO_NODE or num_nodes() < 2:
+        return
     try:
-        yield
-    finally:
-        if before is not None:
-            with _warned_once():
-                set_mempolicy(*before)
-
-
-@contextmanager
-def _warned_once() -> Iterator[None]:
-    try:
-        yield
+        mbind(address, num_bytes, MPOL_PREFERRED, 1 << node)
     except OSError as error:
         _warn_once(str(error))
+
+
+def prefer_nodes(fd: int, num_bytes: int, nodes: Sequence[int]) -> None:
+    """Take new pages of the equal parts of a memfd from a node each, as :func:`prefer_node`."""
+    part_bytes = num_bytes // len(nodes)
+    for number, node in enumerate(nodes):
+        if node != NO_NODE:
+            flags, offset = MAP_SHARED | MAP_NORESERVE, number * part_bytes
+            address = mmap(None, part_bytes, PROT_READ_WRITE, flags, fd, offset)
+            prefer_node(address, part_bytes, node)
+            munmap(address, part_bytes)
 
 
 @functools.cache

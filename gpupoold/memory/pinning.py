@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -130,7 +131,7 @@ class PinnedMemory:
     def __init__(self, driver: HostDriver, idle: IdleLock | None = None) -> None:
         self.idle = idle or IdleLock()
         self.numa_node = libc.NO_NODE
-        """The node from which ``pin`` takes missing pages."""
+        """The node of memory for buffers."""
         self._driver = driver
         self._ranges: dict[int, _Range] = {}
         self._waiting: dict[int, _Range] = {}
@@ -150,14 +151,10 @@ class PinnedMemory:
         return Unpinned(sum(missing), self._problem)
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Pin a range, as far as the driver permits; the rest is tried again later.
-
-        Large ranges should have pages: CUDA creates missing pages with one thread.
-        """
+        """Pin a range, as far as the driver permits; the rest is tried again later."""
         held = self._hold(address, num_bytes)
-        with libc.prefer_node(self.numa_node):
-            while held.pinned_bytes < num_bytes and self._pin_piece(held):
-                time.sleep(_PAUSE_S)
+        while held.pinned_bytes < num_bytes and self._pin_piece(held):
+            time.sleep(_PAUSE_S)
         if held.pinned_bytes < num_bytes:
             self._wait_for_idleness(held)
 
@@ -262,6 +259,8 @@ class PinnedMemory:
                 return False  # unpinned meanwhile
             start = held.address + held.pinned_bytes
             length = min(PIN_BYTES, held.end - start)
+            with suppress(OSError):  # the driver tells the lack of memory
+                libc.populate(start, length)  # CUDA would hold its locks meanwhile
             try:
                 self._driver.register_host(start, length)
             except RuntimeError as error:
@@ -315,6 +314,7 @@ class StagedCopyStream:
         num_bytes = _NUM_BUFFERS * self._buffer_bytes
         flags = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS
         self._memory = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, flags, -1, 0)
+        libc.prefer_node(self._memory, num_bytes, self._pinned.numa_node)
         self._pinned.pin(self._memory, num_bytes)
         self._buffers = [
             _Buffer(self._memory + index * self._buffer_bytes) for index in range(_NUM_BUFFERS)

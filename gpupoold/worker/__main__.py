@@ -151,7 +151,6 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
     end_at_faults()
     from gpupoold.memory.bandwidth import measure_fill, measure_link
     from gpupoold.memory.host import KvHostCache
-    from gpupoold.memory.libc import prefer_node
     from gpupoold.memory.pages import PagePool
 
     version = check_engine_version()
@@ -170,10 +169,9 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         prefixes = PrefixTiers(
             host, arguments.prefix_cache_bytes, arguments.kv_files, arguments.kv_files_bytes
         )
-    with prefer_node(device.numa_node):
-        host.pin(device)
-        link = measure_link(device, pool)
-        bandwidth = measure_fill(device, pool)
+    link = measure_link(device, pool)
+    bandwidth = measure_fill(device, pool)
+    host.pin(device)
     own = WorkerDevice(
         arguments.device,
         device,

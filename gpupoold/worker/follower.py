@@ -264,7 +264,7 @@ def follow(rank: Rank, device: Device) -> None:
     memory = FollowerMemory(device, rank.rank, done)
     engines = FollowerEngines(device, memory, links.loads, rank.rank, done)
     receivers = (memory, memory.regions, engines)
-    links.orders.send(device.num_pages)
+    links.orders.send((device.num_pages, *device.rank_nodes))
     for run in (engines.run_loads, lambda: run_files(links.files, receivers, done)):
         threading.Thread(target=_until_lost, args=(run,), daemon=True).start()
     run_orders(links.orders, receivers, done)

@@ -10,7 +10,7 @@ from gpupoold.memory.bandwidth import measure_link
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.device import AddressRange
 from gpupoold.memory.host import HostBuffer
-from gpupoold.memory.libc import num_nodes, prefer_node
+from gpupoold.memory.libc import num_nodes
 from gpupoold.memory.pages import PagePool, PageRun
 from tests.gpu.conftest import NUM_PAGES, PAGE
 from tests.gpu.rig import HAS_KERNELS
@@ -67,12 +67,12 @@ def test_mapped_bytes_can_be_zeroed(device: CudaDevice, snapshot: HostBuffer) ->
 
 
 def test_the_node_is_one_of_the_machines(device: CudaDevice) -> None:
-    assert device.numa_node in range(-1, max(1, num_nodes()))
+    [node] = device.rank_nodes
+    assert node in range(-1, max(1, num_nodes()))
 
 
 def test_the_link_is_as_fast_as_any_that_gpus_have(device: CudaDevice) -> None:
-    with prefer_node(device.numa_node):
-        link = measure_link(device, PagePool(device.num_pages))
+    link = measure_link(device, PagePool(device.num_pages))
     for bytes_per_s in (link.in_bytes_per_s, link.out_bytes_per_s):
         assert 1e9 < bytes_per_s < 1e12
 

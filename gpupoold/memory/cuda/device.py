@@ -53,8 +53,7 @@ class CudaDevice(Device):
 
     ``device_bytes`` caps the memory taken (0: all free memory), ``reserve_bytes`` stay free for
     torch in any case. ``compute_streams`` returns the streams of the engines' kernels and is
-    called on every use. ``page_bytes`` is a multiple of the device's granularity. Memory for copies
-    is allocated near ``numa_node`` (see :func:`~gpupoold.memory.libc.prefer_node`).
+    called on every use. ``page_bytes`` is a multiple of the device's granularity.
 
     Raises:
         Failed: no page fits, or ``page_bytes`` cannot be mapped.
@@ -86,7 +85,8 @@ class CudaDevice(Device):
         self._driver.open(device_index)
         try:
             self.pci_bus_id = self._driver.pci_bus_id()
-            self.numa_node = self.pinned.numa_node = node_of(self.pci_bus_id)
+            self.pinned.numa_node = node_of(self.pci_bus_id)
+            self.rank_nodes = (self.pinned.numa_node,)
             granularity = self._driver.granularity()
             self.page_bytes = page_bytes or max(_PAGE_BYTES, granularity)
             self.num_pages = self._plan(granularity, device_bytes, reserve_bytes)
@@ -220,7 +220,6 @@ class CudaDevice(Device):
         self.spent.copy_s += time.perf_counter() - started_s
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Pin a range; missing pages are allocated near the device."""
         self.pinned.pin(address, num_bytes)
 
     def pin_later(self, address: int, num_bytes: int) -> None:

@@ -30,7 +30,7 @@ _MAX_UNDER_WAY = 2
 # Attributes of the leader's own device that hold for the group.
 _OWN = (
     *("page_bytes", "is_host_addressable", "piece_bytes", "load_slack_bytes", "has_link"),
-    *("table_pages", "copy_batch_bytes", "numa_node"),
+    *("table_pages", "copy_batch_bytes"),
 )
 # Parameters of a device's methods that are addresses.
 _ADDRESSES = ("address", "source", "target")
@@ -53,7 +53,12 @@ class GroupDevice(Device):
     """
 
     def __init__(
-        self, own: Device, orders: OrderBook, files: Sequence[Link], num_pages: int
+        self,
+        own: Device,
+        orders: OrderBook,
+        files: Sequence[Link],
+        num_pages: int,
+        rank_nodes: Sequence[int],
     ) -> None:
         """``files`` are links to threads that map and pin host memory.
 
@@ -69,7 +74,7 @@ class GroupDevice(Device):
         self._copy_fences = Fences()
         self._streams = itertools.count(1)
         self.spent = own.spent
-        self.num_pages = num_pages
+        self.num_pages, self.rank_nodes = num_pages, rank_nodes
         for name in _OWN:
             setattr(self, name, getattr(own, name))
         self.num_ranks = len(orders.links) + 1

@@ -32,7 +32,6 @@ from gpupoold.errors import Refused, ServerError
 from gpupoold.memory.device import AddressRange, Device
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.kv_extents import in_whole_extents
-from gpupoold.memory.libc import prefer_node
 from gpupoold.memory.pages import PagePool, PageRun
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.units import format_bytes
@@ -405,10 +404,10 @@ class ModelLoad:
         return self._snapshot, True
 
     def _buffer(self, what: str, num_pages: int) -> HostBuffer:
-        with prefer_node(self.device.numa_node):
-            return HostBuffer.create(
-                f"gpupool-{what}-{self.name}", num_pages * self.device.page_bytes
-            )
+        """Return new memory; of a snapshot, rank 0's part."""
+        num_bytes = num_pages * self.device.page_bytes
+        nodes = self.device.rank_nodes[: None if what == "snapshot" else 1]
+        return HostBuffer.create(f"gpupool-{what}-{self.name}", num_bytes, nodes)
 
     def _check_fits(self, weight_bytes: int, num_pages: int) -> None:
         if num_pages >= self.device.num_pages:

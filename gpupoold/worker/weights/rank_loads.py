@@ -18,8 +18,7 @@ from gpupoold.errors import Failed
 from gpupoold.memory.device import AddressRange, Device
 from gpupoold.memory.group.device import FollowerMemory, GroupDevice
 from gpupoold.memory.group.link import Link, OrderBook, OrderCount
-from gpupoold.memory.host import HostBuffer, touch_pages
-from gpupoold.memory.libc import create_memfd, prefer_node
+from gpupoold.memory.host import HostBuffer
 from gpupoold.worker.process import Rank
 from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.weights.loading import ModelLoad
@@ -238,14 +237,6 @@ class LeaderLoad(ModelLoad):
         self.links.send("snapshot", *answer, fds=[snapshot.fd])
         return snapshot, is_new
 
-    def _buffer(self, what: str, num_pages: int) -> HostBuffer:
-        if what != "snapshot":
-            return super()._buffer(what, num_pages)
-        num_bytes = num_pages * self.device.page_bytes
-        file_bytes = num_bytes * self.device.num_ranks
-        fd = create_memfd(f"gpupool-snapshot-{self.name}", file_bytes, touch_pages)
-        return HostBuffer(fd, num_bytes)
-
     def _placed(self) -> None:
         self.links.receive()
         assert self.weights is not None
@@ -343,8 +334,7 @@ class FollowerLoad(ModelLoad):
     def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
         (is_new, num_bytes, numbers), [fd] = self.receive("snapshot")
         self._numbers = RegionNumbers(*numbers)
-        with prefer_node(self.device.numa_node):
-            return HostBuffer(fd, num_bytes, self._rank * num_bytes), is_new
+        return HostBuffer(fd, num_bytes, self._rank * num_bytes), is_new
 
     def _hold(
         self, address_range: AddressRange, snapshot: HostBuffer, own: HostBuffer | None
@@ -369,7 +359,9 @@ def lead(rank: Rank, own: Device) -> tuple[Device, LoadLinks]:
     Raises:
         RankLost: a follower has ended.
     """
-    num_pages = [own.num_pages, *(links.orders.receive()[0] for links in rank.links)]
+    ranks = [(own.num_pages, *own.rank_nodes)]
+    ranks += [links.orders.receive()[0] for links in rank.links]
+    num_pages, nodes = zip(*ranks, strict=True)
     orders = OrderBook([links.orders for links in rank.links])
-    device = GroupDevice(own, orders, [links.files for links in rank.links], min(num_pages))
+    device = GroupDevice(own, orders, [links.files for links in rank.links], min(num_pages), nodes)
     return device, LoadLinks([links.loads for links in rank.links], orders)

@@ -216,7 +216,7 @@ WARNINGS: list[tuple[str, Facts, str, str]] = [
         "2 x 20 GiB of memory.kv_host exceed the 36 GiB",
         "lower memory.kv_host",
     ),
-    ("numa", healthy(numa=NumaFacts(2, False, "not permitted")), "far from", "set_mempolicy"),
+    ("numa", healthy(numa=NumaFacts(2, False, "not permitted")), "far from", "mbind"),
     ("open files", healthy(limits=LimitFacts("x", 4096, None, None)), "may need 5120", "LimitN"),
     ("processes", healthy(limits=LimitFacts("x", None, 100, None)), "at most 100", "LimitNPROC"),
     (

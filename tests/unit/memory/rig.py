@@ -8,7 +8,8 @@ import errno
 import hashlib
 import math
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from gpupoold.memory.device import AddressRange, Copy, CopyStream, Direction
 from gpupoold.memory.emulated import EmulatedDevice
@@ -237,3 +238,11 @@ def fill_blocks(kv: KvMemory, blocks: Sequence[int], key: object) -> dict[int, b
     for block, data in written.items():
         write_block(kv, block, data)
     return written
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    deadline_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)

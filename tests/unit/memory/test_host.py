@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from gpupoold.memory import host
+from gpupoold.memory import host, libc
 from gpupoold.memory.cuda.device import CudaDevice
+from gpupoold.memory.device import Device
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import (
     KEY_BYTES,
@@ -22,7 +24,7 @@ from gpupoold.memory.host import (
 )
 from gpupoold.memory.slabs import BlockPlace
 from tests.unit.memory.fake_cuda import FakeCuda
-from tests.unit.memory.rig import PAGE, read, write
+from tests.unit.memory.rig import PAGE, read, until, write
 
 SHAPE = CacheShape(budget_bytes=3 << 20, slab_bytes=4096, num_ranks=2)
 OWNER = b"o" * OWNER_BYTES
@@ -61,7 +63,7 @@ def test_pages_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     fd = os.memfd_create("sparse")
     os.ftruncate(fd, 9 * PAGE)
     os.pwrite(fd, b"there already", 6 * PAGE)
-    host.touch_pages(fd, 9 * PAGE)
+    host.touch_pages(fd, 9 * PAGE, (libc.NO_NODE,))
     assert os.fstat(fd).st_blocks * 512 == 9 * PAGE
     assert os.pread(fd, 13, 6 * PAGE) == b"there already"
     os.close(fd)
@@ -69,17 +71,51 @@ def test_pages_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_what_a_gpu_copies_from_has_its_pages_before_they_are_used() -> None:
     emulated = EmulatedDevice(PAGE, PAGE)
-    gpu = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=FakeCuda(PAGE))
-    taken_bytes = []
-    for device in (emulated, gpu):
-        cache = KvHostCache(1 << 20)
-        cache.pin(device)
-        taken_bytes.append(os.fstat(cache.fd).st_blocks * 512)
-        cache.unpin(device)
-        cache.close()
-        device.close()
     header_bytes = os.sysconf("SC_PAGE_SIZE")  # of the table behind the slots
-    assert taken_bytes == [header_bytes, (1 << 20) + header_bytes]
+    with pinned_cache(emulated) as cache:
+        assert os.fstat(cache.fd).st_blocks * 512 == header_bytes
+    emulated.close()
+    gpu = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=FakeCuda(PAGE))
+    with pinned_cache(gpu) as cache:
+        until(lambda: not gpu.unpinned().num_bytes)
+        assert os.fstat(cache.fd).st_blocks * 512 == (1 << 20) + header_bytes
+    gpu.close()
+
+
+@contextmanager
+def pinned_cache(device: Device) -> Iterator[KvHostCache]:
+    cache = KvHostCache(1 << 20)
+    cache.pin(device)
+    yield cache
+    cache.unpin(device)
+    cache.close()
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_its_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=FakeCuda(PAGE))
+    cache = KvHostCache(1 << 20)
+    monkeypatch.setattr(libc, "available_bytes", lambda: 1 << 19)
+    with pytest.raises(OSError, match="the KV host cache needs 1020 KiB, 512 KiB is available"):
+        cache.pin(gpu)
+    cache.close()
+    gpu.close()
+
+
+def test_the_parts_of_ranks_are_near_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(libc, "prefer_node", lambda at, size, node: asked.append((size, node)))
+    HostBuffer.create("snapshot", 3 * PAGE, (1, 0)).close()
+    assert asked == [(3 * PAGE, 1), (3 * PAGE, 0)]
+    device = EmulatedDevice(PAGE, PAGE)
+    device.rank_nodes, device.num_ranks = (0, 1), 2
+    cache = KvHostCache(4 * PAGE, PAGE, num_ranks=2)
+    cache.pin(device)
+    assert asked[2:] == [(4 * PAGE, 0), (4 * PAGE, 1)]
+    cache.unpin(device)
+    cache.close()
+    device.close()
 
 
 def test_slots_within_the_budget() -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
 import platform
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from gpupoold.memory import libc
-from gpupoold.memory.libc import node_of, num_nodes, prefer_node
+from gpupoold.memory.libc import node_of, num_nodes
 
 SIZE = 8192
 
@@ -24,10 +25,10 @@ def _fresh_warning() -> None:
 
 
 @pytest.fixture
-def thread() -> Iterator[ThreadPoolExecutor]:
-    """A thread whose policy may be changed: it ends with the test."""
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
+def fd() -> Iterator[int]:
+    fd = libc.create_memfd("test", SIZE)
+    yield fd
+    os.close(fd)
 
 
 class TestNodeOf:
@@ -61,85 +62,80 @@ class TestPreferNode:
     def _two_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(libc, "num_nodes", lambda: 2)
 
-    def test_the_kernel_knows_it_until_it_ends(self, thread: ThreadPoolExecutor) -> None:
-        def run() -> None:
-            try:
-                before = libc.get_mempolicy()
-            except OSError as refused:
-                pytest.skip(f"this machine forbids it: {refused}")
-            with prefer_node(0):
-                assert libc.get_mempolicy() == (libc.MPOL_PREFERRED, 1 << 0)
-                with prefer_node(0):
-                    pass
-                assert libc.get_mempolicy() == (libc.MPOL_PREFERRED, 1 << 0)
-            assert libc.get_mempolicy() == before
+    def test_the_kernel_knows_the_policy_of_each_part_for_all_mappings(self, fd: int) -> None:
+        _skip_if_forbidden()
+        libc.prefer_nodes(fd, SIZE, (libc.NO_NODE, 0))
+        with mapped(fd) as address:
+            assert policy_at(address) == (libc.MPOL_DEFAULT, 0)
+            assert policy_at(address + SIZE // 2) == (libc.MPOL_PREFERRED, 1 << 0)
 
-        thread.submit(run).result()
+    def test_private_memory_has_a_policy_too(self) -> None:
+        _skip_if_forbidden()
+        with mapped() as address:
+            libc.prefer_node(address, SIZE, 0)
+            assert policy_at(address) == (libc.MPOL_PREFERRED, 1 << 0)
 
-    def test_it_ends_with_an_error_too(self, thread: ThreadPoolExecutor) -> None:
-        def run() -> None:
-            before = libc.get_mempolicy()
-            with pytest.raises(KeyError), prefer_node(0):
-                raise KeyError
-            assert libc.get_mempolicy() == before
-
-        thread.submit(run).result()
-
-    def test_other_threads_are_not_concerned(self, thread: ThreadPoolExecutor) -> None:
-        before = libc.get_mempolicy()
-
-        def run() -> None:
-            with prefer_node(0):
-                pass
-
-        thread.submit(run).result()
-        assert libc.get_mempolicy() == before
-
-    @pytest.mark.parametrize("refused", ["get_mempolicy", "set_mempolicy"])
     def test_a_refused_call_is_logged_once_and_harmless(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: str
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fd: int
     ) -> None:
-        def refuse(*_: int) -> tuple[int, int]:
-            raise OSError(errno.EPERM, f"{refused}: Operation not permitted")
+        def refuse(*_: int) -> None:
+            raise OSError(errno.EPERM, "mbind: Operation not permitted")
 
-        monkeypatch.setattr(libc, refused, refuse)
+        monkeypatch.setattr(libc, "mbind", refuse)
         with caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                with prefer_node(1):
-                    pass
+            libc.prefer_nodes(fd, SIZE, (0, 1))
         [record] = caplog.records
-        assert f"{refused}: Operation not permitted" in record.getMessage()
+        assert "mbind: Operation not permitted" in record.getMessage()
 
     def test_a_node_that_is_not_there_is_harmless(
-        self, thread: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+        self, fd: int, caplog: pytest.LogCaptureFixture
     ) -> None:
-        def run() -> None:
-            before = libc.get_mempolicy()
-            with prefer_node(1000):
-                assert libc.get_mempolicy() == before
-
-        thread.submit(run).result()
+        libc.prefer_nodes(fd, SIZE, (1000,))
         assert len(caplog.records) == 1
+        with mapped(fd) as address:
+            libc.populate(address, SIZE)
 
-    def test_no_node_is_no_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(libc, "set_mempolicy")
-        with prefer_node(-1):
-            pass
-
-
-def test_one_node_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libc, "num_nodes", lambda: 1)
-    monkeypatch.delattr(libc, "set_mempolicy")
-    with prefer_node(0):
-        pass
+    @pytest.mark.parametrize(("num_nodes", "node"), [(2, libc.NO_NODE), (1, 0)])
+    def test_no_node_or_a_single_one_is_no_call(
+        self, monkeypatch: pytest.MonkeyPatch, num_nodes: int, node: int
+    ) -> None:
+        monkeypatch.setattr(libc, "num_nodes", lambda: num_nodes)
+        monkeypatch.delattr(libc, "mbind")
+        libc.prefer_node(0, SIZE, node)
 
 
-def test_errors_name_the_call(thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OSError, match="set_mempolicy: Invalid argument"):
-        thread.submit(libc.set_mempolicy, 99, 0).result()
+def test_errors_name_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mapped() as address, pytest.raises(OSError, match="mbind: Invalid argument"):
+        libc.mbind(address, SIZE, 99, 0)
     monkeypatch.setattr(platform, "machine", lambda: "sparc")
-    with pytest.raises(OSError, match="get_mempolicy: no known system call number on sparc"):
-        libc.get_mempolicy()
+    with pytest.raises(OSError, match="mbind: no known system call number on sparc"):
+        libc.mbind(0, SIZE, libc.MPOL_DEFAULT, 0)
+
+
+@contextmanager
+def mapped(fd: int = -1) -> Iterator[int]:
+    flags = libc.MAP_SHARED if fd >= 0 else libc.MAP_PRIVATE | libc.MAP_ANONYMOUS
+    address = libc.mmap(None, SIZE, libc.PROT_READ_WRITE, flags, fd, 0)
+    yield address
+    libc.munmap(address, SIZE)
+
+
+def policy_at(address: int) -> tuple[int, int]:
+    """The mode and the nodes, a bit mask, of a page of memory."""
+    number = {"x86_64": 239, "aarch64": 236}[platform.machine()]  # get_mempolicy
+    mode, nodes = ctypes.c_int(), (ctypes.c_uint8 * 128)()
+    at, of_address = ctypes.c_void_p(address), ctypes.c_ulong(2)
+    size = ctypes.c_ulong(1024)
+    assert libc._libc().syscall(number, ctypes.byref(mode), nodes, size, at, of_address) == 0
+    return mode.value, int.from_bytes(nodes, "little")
+
+
+def _skip_if_forbidden() -> None:
+    with mapped() as address:
+        try:
+            libc.mbind(address, SIZE, libc.MPOL_DEFAULT, 0)
+        except OSError as refused:
+            pytest.skip(f"this machine forbids it: {refused}")
 
 
 def test_its_size_cannot_be_changed() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.pinning import IdleLock, PinnedMemory
 from tests.unit.memory.cuda_rig import PAGE, host_pages, mapped, page_of
 from tests.unit.memory.fake_cuda import FakeCuda
+from tests.unit.memory.rig import until
 
 
 def test_pitfalls_17_and_18_no_call_registers_more_than_64_mib(
@@ -113,18 +113,12 @@ class TestPinning:
         assert driver.leaks == {}
 
 
-def test_pages_that_pinning_makes_come_from_the_devices_node(
-    device: CudaDevice, snapshot: HostBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_are_near_the_device(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-
-    def prefer(node: int) -> nullcontext[None]:
-        asked.append(node)
-        return nullcontext()
-
-    monkeypatch.setattr(libc, "prefer_node", prefer)
+    monkeypatch.setattr(libc, "prefer_node", lambda address, size, node: asked.append(node))
     device.pinned.numa_node = 1
-    device.pin(snapshot.address, PAGE)
+    for copy_stream in device.open_copy_streams(Direction.IN):
+        copy_stream.close()
     assert asked == [1]
 
 
@@ -273,13 +267,6 @@ class TestIdleMoments:
         assert driver.registrations == {}
         with pytest.raises(ValueError, match="not pinned"):
             memory.unpin(2 << 40, 600 * PAGE)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def _ranges(driver: FakeCuda) -> list[tuple[int, int]]:

@@ -419,11 +419,11 @@ class TestNuma:
     ) -> None:
         monkeypatch.setattr(cuda, "node_of", {"0000:FF:1F.0": 3}.__getitem__)
         device = CudaDevice(0, 0, 0, page_bytes=PAGE, driver=driver)
-        assert device.numa_node == 3
+        assert device.rank_nodes == (3,)
         device.close()
 
     def test_a_device_the_kernel_names_no_node_for(self, device: CudaDevice) -> None:
-        assert device.numa_node == -1
+        assert device.rank_nodes == (-1,)
 
 
 class TestLending:

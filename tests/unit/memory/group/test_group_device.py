@@ -36,7 +36,7 @@ class Pair:
         self.done = OrderCount()
         self.memory = FollowerMemory(self.follower, 1, self.done)
         self.orders = OrderBook([ours])
-        self.device = GroupDevice(self.leader, self.orders, [files], NUM_PAGES)
+        self.device = GroupDevice(self.leader, self.orders, [files], NUM_PAGES, (0, 1))
         self._links = (ours, files)
         self._threads = [
             threading.Thread(target=_until_closed, args=(run, link, self))

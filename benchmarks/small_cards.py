@@ -9,6 +9,7 @@ reported and not judged: its stream waits where the device is too small for both
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import sys
@@ -54,6 +55,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/bench-loads.json"))
     arguments = parser.parse_args()
     chance, trials = random.Random(arguments.seed), list[Trial]()
+    gc.disable()  # a collection of this process, of 0.3 s, would count as a pause of the stream
     with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as name:
         made = make_checkpoints(Path(name), ["llama", "qwen3", "mixtral"], arguments.model_bytes)
         paths = {path.name.removeprefix("tiny-"): path for path in made}

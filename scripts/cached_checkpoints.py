@@ -1,7 +1,4 @@
-"""Checkpoints for tests, made once by a child process and kept below ``build/``.
-
-python -m scripts.cached_checkpoints    # the trained checkpoint
-"""
+"""Checkpoints for tests, made once by a child process and kept below ``build/``."""
 
 from __future__ import annotations
 
@@ -60,7 +57,3 @@ def _made_by(module: str, files: list[Path], env: Mapping[str, str] | None) -> d
                 raise Failed(f"{module} failed: {done.stderr[-4000:]}")
             made.write_text("".join(f"{Path(one).name}\n" for one in done.stdout.splitlines()))
         return {name: folder / name for name in made.read_text().splitlines()}
-
-
-if __name__ == "__main__":
-    trained_checkpoint()

@@ -93,7 +93,6 @@ def pytest_configure_node(node: Any) -> None:
     """Tell a process of xdist the address of the import server that all of these share."""
     if _may_have_functional_tests(node.config):
         node.workerinput[IMPORT_SERVER] = _shared_import_server()
-        _train_beside()
 
 
 def _may_have_functional_tests(config: pytest.Config) -> bool:
@@ -111,25 +110,6 @@ def _shared_import_server() -> str:
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(import_server())
-
-
-@cache
-def _train_beside() -> None:
-    """Make the trained checkpoint in the time that the tests leave: 45 s of a core, once."""
-    process = subprocess.Popen(
-        ["nice", "-n", "5", sys.executable, "-m", "scripts.cached_checkpoints"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": PYTHON_PATH},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-    def end() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-
-    atexit.register(end)
 
 
 @pytest.fixture(autouse=True)

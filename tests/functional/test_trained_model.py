@@ -28,6 +28,9 @@ from scripts.trained_chats import (
 )
 from tests.functional.daemon_tools import emulated_config, private_daemon
 
+# The training takes 45 s of a core, once in a clone.
+pytestmark = pytest.mark.slow
+
 _DEVICE_BYTES = 64 << 20
 _ASKED = said("What is the weather in Paris?")
 

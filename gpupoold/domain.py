@@ -472,7 +472,8 @@ class DeviceFacts:
 
     ``bandwidth_bytes_per_s`` is the rate of a switch including mapping; ``link_in_`` and
     ``link_out_bytes_per_s`` are rates of plain copies. ``kv_host_limit_bytes`` is the size of the
-    host's KV cache, None for no limit.
+    host's KV cache, None for no limit. ``rank_nodes`` has the NUMA node of each GPU, -1 if unknown,
+    and ``far_share`` the share of the rate left to copies from memory of another node.
     """
 
     device_bytes: int = 0
@@ -481,6 +482,8 @@ class DeviceFacts:
     link_in_bytes_per_s: float = 0.0
     link_out_bytes_per_s: float = 0.0
     kv_host_limit_bytes: int | None = None
+    rank_nodes: list[int] = field(default_factory=lambda: [-1])
+    far_share: float = 1.0
 
 
 @dataclass

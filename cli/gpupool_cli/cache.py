@@ -15,7 +15,7 @@ app = typer.Typer(
     no_args_is_help=True, help="Look at the model cache; pin, drop and warm models' snapshots."
 )
 
-_COLUMNS = columns("NAME, STATE*, SIZE>, SAVED, PINNED, LIVE>, LAST-USED")
+_COLUMNS = columns("NAME, STATE*, NODE>, SIZE>, SAVED, PINNED, LIVE>, LAST-USED")
 
 
 @app.command("ls")
@@ -75,6 +75,7 @@ def _row(model: CachedModel) -> list[str]:
     return [
         model.name,
         _places(model),
+        _nodes(model),
         output.size_text(model.num_bytes),
         _yes(model.is_saved),
         _yes(model.is_pinned),
@@ -88,6 +89,12 @@ def _places(model: CachedModel) -> str:
     if len(model.snapshots) < 2:
         return model.state
     return ", ".join(f"{snapshot.state} ({snapshot.num_gpus})" for snapshot in model.snapshots)
+
+
+def _nodes(model: CachedModel) -> str:
+    """Return the NUMA nodes with the snapshots."""
+    nodes = {node for snapshot in model.snapshots for node in snapshot.nodes if node >= 0}
+    return ", ".join(map(str, sorted(nodes))) or output.NOTHING
 
 
 def _budgets(answer: CacheInfo) -> dict[str, str]:

@@ -339,12 +339,16 @@ class BatchInfo(BatchRecord):
 
 
 class SnapshotPlace(Body):
-    """The place of a model's snapshot for devices of ``num_gpus`` GPUs."""
+    """The place of a model's snapshot for devices of ``num_gpus`` GPUs.
+
+    ``nodes`` has the NUMA node of each GPU's part in host memory, -1 if unknown.
+    """
 
     num_gpus: int
     state: Literal["host", "disk", "none"]
     num_bytes: int
     is_saved: bool
+    nodes: list[int] = Field(default=[])
 
 
 class CachedModel(Body):

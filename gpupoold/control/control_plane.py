@@ -153,6 +153,7 @@ class ControlPlane(ControlParts):
             self.dispatcher.tick,
             self.lifecycle.controller.check,
             self.lifecycle.parking.check,
+            self.lifecycle.snapshots.check_nodes,
             self.health.check,
             self.keyring.tick,
             self.minutes.tick,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gpupoold.memory.device import AddressRange, Copy, CopyStream, Device, Direction, cut
 from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.libc import NO_NODE, node_bytes
 from gpupoold.memory.pages import PagePool
 
 # Takes 3 ms on a fast link, so the cost of starting a copy and waking a thread is negligible.
@@ -45,6 +46,29 @@ def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) 
         return LinkBandwidth(
             _best_of(device, Direction.IN, whole_in), _best_of(device, Direction.OUT, whole_out)
         )
+
+
+def measure_far_share(device: Device, pool: PagePool, near: LinkBandwidth) -> float:
+    """Return the share of the link's rate that copies in from another NUMA node have.
+
+    1 on a machine with one node. The device copies such memory through buffers from now on, if that
+    is faster. The share depends on the machine: 0.31 with a P100 (gearshifft#82), 1 with an EPYC
+    9554 (rocm_bandwidth_test#129).
+    """
+    own = device.rank_nodes[0]
+    far = next((node for node in sorted(node_bytes()) if node != own), None)
+    if own == NO_NODE or far is None:
+        return 1.0
+    num_pages, rates = max(1, min(pool.num_free, _PROBE_BYTES // device.page_bytes)), []
+    num_bytes = num_pages * device.page_bytes
+    for is_pinned in (True, False):
+        with scratch_memory(device, pool, num_bytes, node=far, is_pinned=is_pinned) as scratch:
+            whole = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
+            rates.append(_best_of(device, Direction.IN, whole))
+    direct, staged = rates
+    if staged > direct:
+        device.stage_far_memory()
+    return min(1.0, max(rates) / near.in_bytes_per_s)
 
 
 def measure_fill(device: Device, pool: PagePool) -> float:
@@ -109,11 +133,18 @@ class Scratch:
 
 @contextmanager
 def scratch_memory(
-    device: Device, pool: PagePool, num_bytes: int, *, is_mapped: bool = True
+    device: Device,
+    pool: PagePool,
+    num_bytes: int,
+    *,
+    is_mapped: bool = True,
+    is_pinned: bool = True,
+    node: int | None = None,
 ) -> Iterator[Scratch]:
     """Allocate ``num_bytes`` of device memory and of pinned host memory until the context ends.
 
-    All pages are touched before. If ``is_mapped`` is false, the address range has no pages.
+    All pages are touched before. If ``is_mapped`` is false, the address range has no pages. The
+    host memory is on a NUMA ``node``, None for the device's.
 
     Raises:
         OutOfPages: the device has fewer free pages.
@@ -126,10 +157,11 @@ def scratch_memory(
         undo.callback(address_range.close)
         if is_mapped:
             address_range.retain(range(num_pages))
-        num_bytes_mapped = num_pages * device.page_bytes
-        buffer = HostBuffer.create("gpupool-scratch", num_bytes_mapped, device.rank_nodes[:1])
+        nodes = device.rank_nodes[:1] if node is None else [node]
+        buffer = HostBuffer.create("gpupool-scratch", num_pages * device.page_bytes, nodes)
         undo.callback(buffer.close)
-        device.pin(buffer.address, buffer.num_bytes)
-        undo.callback(device.unpin, buffer.address, buffer.num_bytes)
+        if is_pinned:
+            device.pin(buffer.address, buffer.num_bytes)
+            undo.callback(device.unpin, buffer.address, buffer.num_bytes)
         device.synchronize()
         yield Scratch(address_range, buffer, num_bytes)

@@ -233,6 +233,9 @@ class Device(ABC):
     def unpin(self, address: int, num_bytes: int) -> None:  # noqa: B027
         """Undo a ``pin`` or ``pin_later`` of the same range, before the range is unmapped."""
 
+    def stage_far_memory(self) -> None:  # noqa: B027
+        """Copy memory of other NUMA nodes through buffers from now on, instead of pinning it."""
+
     def set_live(self, is_live: bool) -> None:  # noqa: B027
         """Say whether requests are live, which pinning would delay."""
 

@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from mmap import PAGESIZE
@@ -22,6 +23,7 @@ from gpupoold.system.kernel_memory import create_sealed_memfd, memory_room_bytes
 from gpupoold.units import format_bytes
 
 PROT_NONE = 0
+PROT_READ = 1
 PROT_READ_WRITE = 3
 MAP_SHARED = 0x01
 MAP_PRIVATE = 0x02
@@ -37,8 +39,10 @@ MADV_POPULATE_WRITE = 23
 MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
-# Numbers of system calls without a C library function.
-_MBIND = {"x86_64": 237, "aarch64": 235}
+# Numbers of system calls without a C library function: (mbind, get_mempolicy).
+_POLICY_CALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}
+_MPOL_F_NODE_OF_ADDRESS = 1 | 2
+_NUM_SAMPLES = 16  # pages of which the nodes are asked
 _MAX_NODES = 1024  # the kernel refuses a mask shorter than its possible nodes
 _PY_BUF_WRITE = 0x200
 _view_from = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -152,13 +156,47 @@ def mbind(address: int, num_bytes: int, mode: int, nodes: int) -> None:
     Raises:
         OSError: with the errno of the call; ``ENOSYS`` on unknown processors.
     """
-    number = _MBIND.get(platform.machine())
-    if number is None:
-        raise OSError(errno.ENOSYS, f"mbind: no known system call number on {platform.machine()}")
     mask = ctypes.create_string_buffer(nodes.to_bytes(_MAX_NODES // 8, "little"), _MAX_NODES // 8)
-    sizes = ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_ulong(mode)
-    if _libc().syscall(number, *sizes, mask, ctypes.c_ulong(_MAX_NODES), ctypes.c_ulong(0)) != 0:
-        raise _error("mbind")
+    size, last = ctypes.c_ulong(num_bytes), (ctypes.c_ulong(_MAX_NODES), ctypes.c_ulong(0))
+    _policy_call(0, ctypes.c_void_p(address), size, ctypes.c_ulong(mode), mask, *last)
+
+
+def _policy_call(which: int, *arguments: object) -> None:
+    name, machine = ("mbind", "get_mempolicy")[which], platform.machine()
+    if machine not in _POLICY_CALLS:
+        raise OSError(errno.ENOSYS, f"{name}: no known system call number on {machine}")
+    if _libc().syscall(_POLICY_CALLS[machine][which], *arguments) != 0:
+        raise _error(name)
+
+
+def most_used_node(address: int, num_bytes: int) -> int:
+    """Return the NUMA node that has most pages of mapped memory, by a sample of the pages.
+
+    Missing pages of the sample are allocated. ``NO_NODE`` where the call is forbidden, as in many
+    containers.
+    """
+    node, flags = ctypes.c_int(), ctypes.c_ulong(_MPOL_F_NODE_OF_ADDRESS)
+    nodes: Counter[int] = Counter()
+    for number in range(_NUM_SAMPLES):
+        at = ctypes.c_void_p(address + number * num_bytes // _NUM_SAMPLES)
+        try:
+            _policy_call(1, ctypes.byref(node), None, ctypes.c_ulong(0), at, flags)
+        except OSError as error:
+            _warn_once(str(error))
+            return NO_NODE
+        nodes[node.value] += 1
+    return max(nodes, key=lambda node: nodes[node])
+
+
+def nodes_of(fd: int, num_bytes: int, num_parts: int) -> tuple[int, ...]:
+    """Return the NUMA node of each of equal parts of a memfd with all pages, as above."""
+    part_bytes = num_bytes // num_parts
+    address = mmap(None, num_bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0)
+    try:
+        starts = (address + number * part_bytes for number in range(num_parts))
+        return tuple(most_used_node(start, part_bytes) for start in starts)
+    finally:
+        munmap(address, num_bytes)
 
 
 def _error(call: str) -> OSError:

@@ -116,6 +116,8 @@ class _Range:
     last_use: int
     pinned_bytes: int = 0
     """Bytes from the start on that are registered."""
+    is_staged: bool = False
+    """True if the range is far, so that nothing is pinned."""
 
     @property
     def end(self) -> int:
@@ -132,6 +134,8 @@ class PinnedMemory:
         self.idle = idle or IdleLock()
         self.numa_node = libc.NO_NODE
         """The node of memory for buffers."""
+        self.stages_far = False
+        """True if memory of other nodes is not to be pinned: copies through buffers are faster."""
         self._driver = driver
         self._ranges: dict[int, _Range] = {}
         self._waiting: dict[int, _Range] = {}
@@ -147,7 +151,8 @@ class PinnedMemory:
     @property
     def unpinned(self) -> Unpinned:
         """What is not pinned of all ranges."""
-        missing = (held.num_bytes - held.pinned_bytes for held in list(self._ranges.values()))
+        ranges = (held for held in list(self._ranges.values()) if not held.is_staged)
+        missing = (held.num_bytes - held.pinned_bytes for held in ranges)
         return Unpinned(sum(missing), self._problem)
 
     def pin(self, address: int, num_bytes: int) -> None:
@@ -160,7 +165,12 @@ class PinnedMemory:
 
     def pin_later(self, address: int, num_bytes: int) -> None:
         """Pin a range in pieces while no worker has live requests, and slowly beside these."""
-        self._wait_for_idleness(self._hold(address, num_bytes))
+        held = self._hold(address, num_bytes)
+        if self.stages_far:
+            node = libc.most_used_node(address, num_bytes)
+            held.is_staged = libc.NO_NODE != node != self.numa_node
+        if not held.is_staged:
+            self._wait_for_idleness(held)
 
     def unpin(self, address: int, num_bytes: int) -> None:
         """Undo a ``pin`` or ``pin_later`` of the same range; no copy may use the range.

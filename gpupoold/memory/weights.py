@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from gpupoold.errors import Failed
 from gpupoold.memory.device import AddressRange, Copy, Device
 from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.libc import NO_NODE, most_used_node
 from gpupoold.memory.transfers import DeviceThread, Transfer, TransferQueue
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken
@@ -52,12 +53,13 @@ class WeightMemory:
         self._arriving: deque[Transfer] = deque()
         self._start_bytes: int | None = None
         self._snapshot: HostBuffer | None = None
+        self.is_far = False
+        """True if the snapshot is on another NUMA node than the device."""
         self.own: HostBuffer | None = None
         """The host copy of the slots."""
         self.own_bytes = own.num_bytes if own is not None else 0
-        assert snapshot.num_bytes == self.snapshot_bytes
         device.pin_later(snapshot.address, snapshot.num_bytes)
-        self._snapshot = snapshot
+        self.attach_snapshot(snapshot)
         if own is not None:
             device.pin_later(own.address, own.num_bytes)
             self.own = own
@@ -293,6 +295,9 @@ class WeightMemory:
         assert self._snapshot is None
         assert snapshot.num_bytes == self.snapshot_bytes
         self._snapshot = snapshot
+        if (own_node := self._device.rank_nodes[0]) != NO_NODE:
+            node = most_used_node(snapshot.address, snapshot.num_bytes)
+            self.is_far = NO_NODE != node != own_node
 
     def close(self) -> None:
         """Unmap, release the addresses and this process's view of the snapshot."""

@@ -160,6 +160,11 @@ class Core:
         if device is not None:
             device.bandwidth_bytes_per_s = event.bandwidth_bytes_per_s
 
+    def _far_snapshots(self, event: e.FarSnapshots, now_s: float) -> None:
+        device = self.state.devices.get(event.device)
+        if device is not None:
+            device.far = frozenset(event.models)
+
     def _quota_max_set(self, event: e.QuotaMaxSet, now_s: float) -> None:
         self.policy.set_quota_max(event.quota_max_s)
 
@@ -486,6 +491,7 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     e.RoleSet: Core._role_set,
     e.DrainSet: Core._drain_set,
     e.BandwidthMeasured: Core._bandwidth_measured,
+    e.FarSnapshots: Core._far_snapshots,
     e.QuotaMaxSet: Core._quota_max_set,
     e.Tick: Core._tick,
     e.Hosted: Core._hosted,

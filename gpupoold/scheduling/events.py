@@ -122,7 +122,8 @@ class DeviceUp:
 
     ``prefetches``: the device brings in the next model during a turn. ``kv_host_bytes``: host
     memory for offloaded KV, None for no limit, so that no request ever waits for KV memory. Devices
-    of one ``kind`` are equally fast and share measured step times.
+    of one ``kind`` are equally fast and share measured step times. ``far_share`` of the bandwidth
+    is left to copies from memory of another NUMA node.
     """
 
     device: int
@@ -133,6 +134,7 @@ class DeviceUp:
     role: Role = Role.MIXED
     is_role_fixed: bool = False
     kind: str = ""
+    far_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,14 @@ class BandwidthMeasured:
 
     device: int
     bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FarSnapshots:
+    """The models whose weights a device copies from memory of another NUMA node."""
+
+    device: int
+    models: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +314,7 @@ Event = (
     | RoleSet
     | DrainSet
     | BandwidthMeasured
+    | FarSnapshots
     | QuotaMaxSet
     | Tick
     | Hosted

@@ -45,12 +45,17 @@ class ModelDemand:
 
 @dataclass(frozen=True, slots=True)
 class HomeDevice:
-    """A possible home; ``demands`` by the names of the hosted models."""
+    """A possible home; ``demands`` by the names of the hosted models.
+
+    ``far_share`` of the bandwidth is left to copies of the models that are ``far``.
+    """
 
     number: int
     capacity_bytes: int
     bandwidth_bytes_per_s: float
     demands: Mapping[str, ModelDemand]
+    far: frozenset[str] = frozenset()
+    far_share: float = 1.0
 
 
 class _Move(NamedTuple):
@@ -141,7 +146,8 @@ def _copy_s(demand: ModelDemand, before: ModelDemand, device: HomeDevice) -> flo
     """Return the seconds to copy what a model lacks after a turn of ``before``."""
     short_bytes = demand.num_bytes + before.num_bytes - device.capacity_bytes
     missing_bytes = min(max(short_bytes, 0.0), demand.weight_bytes)
-    return missing_bytes / device.bandwidth_bytes_per_s
+    share = device.far_share if demand.model in device.far else 1.0
+    return missing_bytes / (share * device.bandwidth_bytes_per_s)
 
 
 def better_homes(

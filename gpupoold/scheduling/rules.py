@@ -39,6 +39,10 @@ class Rule(ReasonName):
         "the models' rates and targets go best together if this device serves the model",
     )
     RESIDENT = "resident", "of the least loaded devices, this device has the model's weights"
+    NEAR_WEIGHTS = (
+        "near-weights",
+        "of the least loaded devices, this device is on the NUMA node of the weights' snapshot",
+    )
     KV_ROOM = "kv-room", "the preferred devices have no room for the request's KV"
     WAITS_FOR_KV = (
         "waits-for-kv",

@@ -371,7 +371,7 @@ class DeviceState:
     requests, in the order of their first request. A queued request may be sent at any time;
     ``waiting_for_kv`` has requests without memory (:mod:`.admission`). Memory accumulates for
     the request ``first_for_kv``, if set. ``turn_rule`` chose the turn. Bandwidth and role may have
-    changed since ``up``.
+    changed since ``up``. The weights of models that are ``far`` are in memory of another NUMA node.
     """
 
     up: DeviceUp
@@ -387,6 +387,7 @@ class DeviceState:
     waiting_for_kv: dict[str, Batch] = field(default_factory=dict)
     first_for_kv: str | None = None
     is_draining: bool = False
+    far: frozenset[str] = frozenset()
     number: int = field(init=False)
     bandwidth_bytes_per_s: float = field(init=False)
     role: Role = field(init=False)
@@ -464,7 +465,12 @@ class DeviceState:
 
     def switch_s(self, model: Model) -> float:
         """Return the seconds to bring in the missing bytes of a model."""
-        return self.missing(model) / self.bandwidth_bytes_per_s
+        return self.missing(model) / self.weights_bytes_per_s(model)
+
+    def weights_bytes_per_s(self, model: Model) -> float:
+        """Return the bandwidth of copies of a model's weights to the device."""
+        share = self.up.far_share if model.name in self.far else 1.0
+        return share * self.bandwidth_bytes_per_s
 
     def missing(self, model: Model) -> int:
         """Return the bytes to move before the model can run here."""

@@ -149,7 +149,7 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         from gpupoold.worker.turns.loop import TurnLoop
         from gpupoold.worker.turns.models import WorkerDevice
     end_at_faults()
-    from gpupoold.memory.bandwidth import measure_fill, measure_link
+    from gpupoold.memory.bandwidth import measure_far_share, measure_fill, measure_link
     from gpupoold.memory.host import KvHostCache
     from gpupoold.memory.pages import PagePool
 
@@ -171,6 +171,7 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
         )
     link = measure_link(device, pool)
     bandwidth = measure_fill(device, pool)
+    far_share = measure_far_share(device, pool, link)
     host.pin(device)
     own = WorkerDevice(
         arguments.device,
@@ -192,6 +193,8 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
                 link.in_bytes_per_s,
                 link.out_bytes_per_s,
                 host.budget_bytes,
+                list(device.rank_nodes),
+                far_share,
             ),
             version,
             device_name(arguments.device_kind, rank.num_ranks),

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas import CachedModel, CacheInfo
 from gpupoold.errors import Refused
+from gpupoold.memory.libc import NO_NODE, node_bytes
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -173,6 +174,10 @@ async def test_ls_tells_the_truth(daemon: PrivateDaemon, api: AsyncOpenAI) -> No
     # The snapshot that went for the last one is of the model that was used least recently.
     states = {name: row.state for name, row in rows.items()}
     assert states == {LLAMA: "disk", QWEN2: "host", QWEN3: "host"}
+    assert rows[LLAMA].snapshots[0].nodes == []
+    for name in (QWEN2, QWEN3):
+        [node] = rows[name].snapshots[0].nodes
+        assert node in {NO_NODE, *node_bytes()}
     used = [rows[name].last_used_at or 0.0 for name in MODELS]
     assert used == sorted(used)
     assert info.host_bytes == sum(rows[name].num_bytes for name in (QWEN2, QWEN3))

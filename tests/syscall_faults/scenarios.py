@@ -30,7 +30,7 @@ from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.errors import ConfigError, Failed, Refused
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host import HostBuffer, KvHostCache
-from gpupoold.memory.libc import create_memfd
+from gpupoold.memory.libc import NO_NODE, create_memfd
 from gpupoold.replay import log_file
 from gpupoold.replay.log_file import LogEntry
 from gpupoold.system.listeners import admin_listener
@@ -195,7 +195,7 @@ class SnapshotKept(Scenario):
         snapshot = self._cache.get(SnapshotId("a"))
         held = snapshot and os.pread(snapshot.fd, 7, 0)
         self._hear()
-        saved = await self._saved.read(SnapshotId("a"))
+        saved = await self._saved.read(SnapshotId("a"), [NO_NODE])
         if saved is not None:
             os.close(saved.fd)
         # The file is named after the checkpoint's folder, which is another in each run.

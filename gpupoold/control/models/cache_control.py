@@ -227,6 +227,7 @@ class CacheControl(ModelPart):
             state="host" if snapshot is not None else "none" if saved is None else "disk",
             num_bytes=expected_bytes if snapshot is None else snapshot.num_bytes,
             is_saved=saved is not None,
+            nodes=[] if snapshot is None else list(snapshot.nodes),
         )
 
 

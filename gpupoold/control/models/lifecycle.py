@@ -77,7 +77,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         super().__init__(parts)
         self.inspector = inspector
         self.ongoing = OngoingAdditions(parts.history)
-        self._snapshots = snapshots
+        self.snapshots = snapshots
         self._frontends = frontends
         mounts = ModelMounts(parts, frontends, inspector)
         divisions = Divisions(parts.settings, inspector, parts.registry.divisions)
@@ -140,7 +140,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         await self.adapters.stop()
         await self.controller.stop()
         await self.parking.stop()
-        await self._snapshots.host_budget.stop()
+        await self.snapshots.host_budget.stop()
 
     def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
         """Add a model, or only check; see :class:`Additions`.
@@ -271,7 +271,7 @@ class ModelLifecycle(ModelPart, RequestListener):
             await uncut(take_back())
             raise
         await divisions.keep(new)
-        self._snapshots.drop_outdated(old.name)
+        self.snapshots.drop_outdated(old.name)
         return new
 
     async def _apply(self, old: ModelSpec, new: ModelSpec, *, has_same_engine: bool) -> None:
@@ -332,9 +332,9 @@ class ModelLifecycle(ModelPart, RequestListener):
         """Return why a settled model is not on a device: memory of the host or of the device."""
         name, snapshots = row.spec.name, self._fleet.snapshots
         degree = snapshots.degree(number) if snapshots.needing([number]) else 0
-        space = self._snapshots.weights(name, degree, row.weight_bytes).space
+        space = self.snapshots.weights(name, degree, row.weight_bytes).space
         if degree and space in (Space.LATER, Space.NEVER):
-            return self._snapshots.why_full(name, degree, row.weight_bytes)
+            return self.snapshots.why_full(name, degree, row.weight_bytes)
         return self.room.refusal(row)
 
     async def _remove(self, name: str, mode: RemoveMode) -> ModelRow:

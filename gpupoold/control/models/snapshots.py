@@ -27,6 +27,7 @@ from gpupoold.control.weights.kept_snapshots import SavedSnapshots, StoredSnapsh
 from gpupoold.control.workers.worker import Worker
 from gpupoold.domain import ModelSpec
 from gpupoold.errors import GpupoolError
+from gpupoold.scheduling import events as e
 from gpupoold.units import format_bytes
 from gpupoold.wire import messages as m
 
@@ -149,12 +150,28 @@ class ModelSnapshots(ModelPart):
         await self.host_budget.reserve(of, num_bytes)
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        saved = await self._saved.read(of)
+        assert worker.ready is not None
+        saved = await self._saved.read(of, worker.ready.facts.rank_nodes)
         if saved is None:
             return None
         size, took_s = format_bytes(saved.num_bytes), loop.time() - started_s
         _logger.info("%s: snapshot of %s read in %.2f s", of, size, took_s)
         return self._cache.put(of, saved.fd, saved.layout_digest, saved.self_check)
+
+    def check_nodes(self, now_s: float) -> None:
+        """Tell the core which models' snapshots are far from a device; for periodic calls."""
+        for number, device in self._dispatcher.state.devices.items():
+            ready = self._supervisor.workers[number].ready
+            if ready is None or device.up.far_share == 1:
+                continue
+            degree = self._devices.degree(number)
+            far = frozenset(
+                of.model
+                for of, snapshot in self._cache.snapshots.items()
+                if of.degree == degree and snapshot.is_far_from(ready.facts.rank_nodes)
+            )
+            if far != device.far:
+                self._dispatcher.shell.handle(e.FarSnapshots(number, tuple(sorted(far))))
 
     def kv_identity(self, spec: ModelSpec, worker: Worker) -> str:
         """Return the identity of the model's KV on a worker, after :meth:`for_load`."""

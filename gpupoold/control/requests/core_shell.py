@@ -98,6 +98,7 @@ def device_up(number: int, ready: m.WorkerReady, role: Role, *, is_fixed: bool) 
         role=role,
         is_role_fixed=is_fixed,
         kind=ready.device_name,
+        far_share=ready.facts.far_share,
     )
 
 

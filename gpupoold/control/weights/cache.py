@@ -9,13 +9,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from gpupoold.config.schema import SYSTEM_CONFIG
 from gpupoold.errors import GpupoolError, Refused, TimedOut
+from gpupoold.memory.libc import NO_NODE, nodes_of
 from gpupoold.units import format_bytes
 
 _STEP_S = 1e-3  # between two uses while the clock is behind the latest use
@@ -40,13 +41,20 @@ class SnapshotId(NamedTuple):
 class CachedSnapshot:
     """A snapshot: the daemon's memfd descriptor, and the digest of the layout.
 
-    ``self_check`` has the tokens that the model answers to its self-check.
+    ``self_check`` has the tokens that the model answers to its self-check, ``nodes`` the NUMA node
+    of the part of each GPU.
     """
 
     fd: int
     num_bytes: int
     digest: str
     self_check: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = field(default=(), compare=False)
+
+    def is_far_from(self, nodes: Sequence[int]) -> bool:
+        """Return whether a GPU on one of ``nodes`` copies its part from another node."""
+        parts = zip(self.nodes, nodes, strict=False)
+        return any(part != node for part, node in parts if NO_NODE not in (part, node))
 
 
 class FdStorePort(Protocol):
@@ -146,7 +154,9 @@ class SnapshotCache:
         """
         self.release(of)
         old = self._snapshots.get(of)
-        snapshot = CachedSnapshot(fd, os.fstat(fd).st_size, digest, self_check)
+        num_bytes = os.fstat(fd).st_size
+        nodes = nodes_of(fd, num_bytes, of.degree)
+        snapshot = CachedSnapshot(fd, num_bytes, digest, self_check, nodes)
         if old is not None and _is_same(old, snapshot):
             os.close(fd)
             return old

@@ -60,15 +60,16 @@ class SavedSnapshots:
             return None
         return (await self.sizes()).get(SnapshotId(model.name, degree))
 
-    async def read(self, of: SnapshotId) -> SavedSnapshot | None:
+    async def read(self, of: SnapshotId, nodes: Sequence[int]) -> SavedSnapshot | None:
         """Return a saved snapshot, or None; the caller owns the descriptor.
 
-        ``look_up`` must have been called before.
+        The part of each GPU gets memory of one of the NUMA ``nodes``. ``look_up`` must have been
+        called before.
         """
         key = self._keys.get(of)
         if key is None or not self.budget_bytes:
             return None
-        reading = asyncio.ensure_future(asyncio.to_thread(self._files.load, key))
+        reading = asyncio.ensure_future(asyncio.to_thread(self._files.load, key, nodes))
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:

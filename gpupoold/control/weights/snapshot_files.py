@@ -19,12 +19,13 @@ thread computes the digests of its chunks in the processor's cache.
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -35,7 +36,7 @@ from blake3 import blake3
 
 from gpupoold.errors import Failed
 from gpupoold.files import replace_durably
-from gpupoold.memory.libc import create_memfd
+from gpupoold.memory.libc import NO_NODE, create_memfd, prefer_nodes
 from gpupoold.units import format_bytes
 
 _logger = logging.getLogger(__name__)
@@ -121,14 +122,16 @@ class SnapshotFiles:
             finally:
                 _remove(draft)
 
-    def load(self, key: str) -> SavedSnapshot | None:
+    def load(self, key: str, nodes: Sequence[int] = (NO_NODE,)) -> SavedSnapshot | None:
         """Return the snapshot in a new memfd, None without an intact file.
+
+        Equal parts of the memfd get memory of a NUMA node each.
 
         A damaged file is deleted; an unreadable file stays. The log has the reason.
         """
         path = self._path(key)
         try:
-            return _read(path, key)
+            return _read(path, key, nodes)
         except FileNotFoundError:
             return None
         except _Damaged as damage:
@@ -223,7 +226,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _read(path: Path, key: str) -> SavedSnapshot:
+def _read(path: Path, key: str, nodes: Sequence[int]) -> SavedSnapshot:
     """Return the snapshot in a new memfd.
 
     Raises:
@@ -237,7 +240,8 @@ def _read(path: Path, key: str) -> SavedSnapshot:
         wanted_bytes, file_bytes = _HEADER_BYTES + header.num_bytes, os.fstat(file.fileno()).st_size
         if file_bytes != wanted_bytes:
             raise _Damaged(f"{file_bytes} bytes instead of {wanted_bytes}")
-        fd = create_memfd("gpupool-snapshot", header.num_bytes)
+        take_from = functools.partial(prefer_nodes, nodes=nodes)
+        fd = create_memfd("gpupool-snapshot", header.num_bytes, take_from)
         try:
             _fill(fd, file.fileno(), header)
         except BaseException:

@@ -225,6 +225,9 @@ class CudaDevice(Device):
     def pin_later(self, address: int, num_bytes: int) -> None:
         self.pinned.pin_later(address, num_bytes)
 
+    def stage_far_memory(self) -> None:
+        self.pinned.stages_far = True
+
     def set_live(self, is_live: bool) -> None:
         self.pinned.idle.set_live(is_live)
 

@@ -87,6 +87,7 @@ class GroupDevice(Device):
     copy_in_host = _on_all_ranks(Device.copy_in_host)
     release_memory = _on_all_ranks(Device.release_memory)
     reclaim = _on_all_ranks(Device.reclaim)
+    stage_far_memory = _on_all_ranks(Device.stage_far_memory)
 
     def share_host(self, address: int, num_bytes: int, fd: int) -> None:
         number = self.regions.new_number()

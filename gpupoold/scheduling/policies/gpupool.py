@@ -373,7 +373,7 @@ def _is_resident(planned_turn: PlannedTurn, device: DeviceState) -> bool:
 def _return_s(model: Model, other: Model, device: DeviceState) -> float:
     """Return the seconds to copy what ``model`` lacks after a turn of ``other``."""
     short_bytes = device.total_bytes(model) + device.total_bytes(other) - device.up.capacity_bytes
-    return min(max(short_bytes, 0), model.weight_bytes) / device.bandwidth_bytes_per_s
+    return min(max(short_bytes, 0), model.weight_bytes) / device.weights_bytes_per_s(model)
 
 
 def _decode_s(batch: Batch, more_lead_s: float) -> float:

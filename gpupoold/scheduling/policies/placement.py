@@ -22,7 +22,10 @@ from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, Speed, State
 
 # The rule behind each part of a rank.
-_RANK_RULES = (Rule.LEAST_LOADED, Rule.HOME, Rule.RESIDENT, Rule.LEAST_LOADED, Rule.LEAST_LOADED)
+_RANK_RULES = (
+    *(Rule.LEAST_LOADED, Rule.HOME, Rule.RESIDENT, Rule.NEAR_WEIGHTS),
+    *(Rule.LEAST_LOADED, Rule.LEAST_LOADED),
+)
 
 # Largest number of tokens in a step: vLLM's usual limit on large GPUs.
 MAX_CHUNK_TOKENS = 8192
@@ -135,7 +138,11 @@ def _free_of_others(
         and admits(device, request)
     ]
     ranked = sorted(
-        free, key=lambda device: (device.missing(model) > 0, loads.of(device), device.number)
+        free,
+        key=lambda device: (
+            *(device.missing(model) > 0, model.name in device.far),
+            *(loads.of(device), device.number),
+        ),
     )
     return ranked[0] if ranked else None
 
@@ -191,12 +198,13 @@ def _num_of(model: Model, device: DeviceState) -> int:
 
 def _rank(
     device: DeviceState, model: Model, home: int | None, loads: Loads
-) -> tuple[int, bool, bool, float, int]:
+) -> tuple[int, bool, bool, bool, float, int]:
     load = loads.of(device)
     return (
         round(load / LOAD_GRAIN),
         device.number != home,
         device.missing(model) > 0,
+        model.name in device.far,
         load,
         device.number,
     )

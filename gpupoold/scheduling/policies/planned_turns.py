@@ -258,16 +258,15 @@ def switching_of(device: DeviceState, works: Sequence[BatchWork], tuning: Tuning
     The copy of the next model is hidden by the turn before if the device prefetches and the two
     largest models fit together with all KV.
     """
-    missing_bytes = kv_bytes = largest = second = 0
+    missing_s, kv_bytes, largest, second = 0.0, 0, 0, 0
     for work in works:
         model = work.model
-        missing_bytes = max(missing_bytes, device.missing(model))
+        missing_s = max(missing_s, device.switch_s(model))
         kv_bytes += device.kv_bytes(model)
         if model.weight_bytes > largest:
             largest, second = model.weight_bytes, largest
         elif model.weight_bytes > second:
             second = model.weight_bytes
-    missing_s = missing_bytes / device.bandwidth_bytes_per_s
     if not missing_s:
         return Switching(tuning.turn_min_s, is_exposed=False)
     if device.up.prefetches and largest + second + kv_bytes <= device.up.capacity_bytes:

@@ -242,6 +242,8 @@ def _devices(state: State, now_s: float, lead_share: float) -> list[HomeDevice]:
                 for name, demand in by_kind[device.up.kind].items()
                 if name in device.batches or (may_load and device.number in models[name].hostable)
             },
+            device.far,
+            device.up.far_share,
         )
         for device in devices
     ]

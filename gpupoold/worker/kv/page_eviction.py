@@ -287,7 +287,8 @@ class WeightLoads:
             evict_s += started_s - waited_from_s
             weights_s += took_s - mapping_s
             map_s += mapping_s
-        self._learn_bandwidth(num_bytes, weights_s - waited_s + map_s)
+        if not model.weights.is_far:
+            self._learn_bandwidth(num_bytes, weights_s - waited_s + map_s)
         return replace(
             record, evict_s=evict_s, map_s=map_s, weights_s=weights_s, weight_bytes=num_bytes
         )
@@ -313,7 +314,7 @@ class WeightLoads:
         started_s = self.clock()
         weights.wait_for(weights.start_bytes)
         weights_s = self.clock() - started_s
-        if not has_waited:  # else copies have overlapped the waiting
+        if not has_waited and not model.weights.is_far:  # else copies have overlapped the waiting
             self._learn_bandwidth(weights.present_bytes - present_bytes, map_s + weights_s)
         return replace(
             record, evict_s=evict_s, map_s=map_s, weights_s=weights_s, weight_bytes=num_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupool_cli import output
-from gpupoold.api.schemas import CacheInfo, UnpinnedMemory
+from gpupoold.api.schemas import CacheInfo, SnapshotPlace, UnpinnedMemory
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -14,13 +14,14 @@ from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
 def test_ls(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.add("a")
     daemon.add("b")
-    daemon.snapshot("a", is_pinned=True)
+    place = SnapshotPlace(num_gpus=1, state="host", num_bytes=1, is_saved=True, nodes=[1])
+    daemon.snapshot("a", is_pinned=True, snapshots=[place])
     daemon.snapshot("b", state="none", is_saved=False, num_live=0, last_used_at=None)
     lines = cli("cache", "ls").stdout.splitlines()
     assert [line.split() for line in lines] == [
-        "NAME STATE SIZE SAVED PINNED LIVE LAST-USED".split(),
-        ["a", "host", "15", "GiB", "yes", "yes", "2", *output.time_text(samples.AT).split()],
-        "b none 15 GiB - - 0 -".split(),
+        "NAME STATE NODE SIZE SAVED PINNED LIVE LAST-USED".split(),
+        ["a", "host", "1", "15", "GiB", "yes", "yes", "2", *output.time_text(samples.AT).split()],
+        "b none - 15 GiB - - 0 -".split(),
         [],
         "host memory 15 GiB of 60 GiB".split(),
         "disk 15 GiB of 120 GiB".split(),

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gpupoold.memory import bandwidth
-from gpupoold.memory.bandwidth import LinkBandwidth, measure_fill, measure_link
+from gpupoold.memory import bandwidth, libc
+from gpupoold.memory.bandwidth import (
+    LinkBandwidth,
+    measure_far_share,
+    measure_fill,
+    measure_link,
+)
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.device import Copy, Direction
 from gpupoold.memory.emulated import EmulatedDevice
@@ -49,6 +54,40 @@ def test_as_many_pages_as_there_are(device: CudaDevice, driver: FakeCuda) -> Non
     with pytest.raises(OutOfPages):
         measure_link(device, pool)
     pool.free(held)
+
+
+@pytest.mark.parametrize(
+    ("direct", "staged", "share"), [(40.0, 30.0, 0.8), (20.0, 30.0, 0.6), (55.0, 60.0, 1.0)]
+)
+def test_far_memory_is_copied_the_faster_way(
+    device: CudaDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    direct: float,
+    staged: float,
+    share: float,
+) -> None:
+    nodes, rates = list[int](), {True: direct, False: staged}
+    monkeypatch.setattr(bandwidth, "node_bytes", lambda: {0: 1 << 30, 1: 1 << 30})
+    monkeypatch.setattr(libc, "prefer_node", lambda at, size, node: nodes.append(node))
+
+    def best_of(device: CudaDevice, direction: Direction, whole: Copy) -> float:
+        [part, *_] = device.pinned.split(whole.source, whole.num_bytes)
+        return rates[part.is_pinned]
+
+    monkeypatch.setattr(bandwidth, "_best_of", best_of)
+    device.rank_nodes = (1,)
+    assert measure_far_share(device, PagePool(NUM_PAGES), LinkBandwidth(50.0, 50.0)) == share
+    assert nodes == [0, 0]
+    assert device.pinned.stages_far is (staged > direct)
+
+
+@pytest.mark.parametrize("nodes", [{}, {0: 1 << 30}])
+def test_there_is_no_far_memory(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, nodes: dict[int, int]
+) -> None:
+    monkeypatch.setattr(bandwidth, "node_bytes", lambda: nodes)
+    device.rank_nodes = (0,)
+    assert measure_far_share(device, PagePool(NUM_PAGES), LinkBandwidth(50.0, 50.0)) == 1.0
 
 
 def test_a_failure_gives_everything_back(device: CudaDevice, driver: FakeCuda) -> None:

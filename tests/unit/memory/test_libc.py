@@ -10,6 +10,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,33 @@ def _skip_if_forbidden() -> None:
             libc.mbind(address, SIZE, libc.MPOL_DEFAULT, 0)
         except OSError as refused:
             pytest.skip(f"this machine forbids it: {refused}")
+
+
+class TestNodesOf:
+    def test_the_pages_of_each_part_are_asked(self, fd: int) -> None:
+        _skip_if_forbidden()
+        nodes = libc.nodes_of(fd, SIZE, 2)
+        assert len(nodes) == 2
+        assert set(nodes) <= libc.node_bytes().keys()
+
+    def test_most_pages_decide(self, monkeypatch: pytest.MonkeyPatch, fd: int) -> None:
+        nodes = iter([3, *[1] * 9, *[2] * 6])
+
+        def answer(which: int, node: Any, *_: object) -> None:
+            node._obj.value = next(nodes)
+
+        monkeypatch.setattr(libc, "_policy_call", answer)
+        assert libc.most_used_node(1 << 40, 1 << 30) == 1
+
+    def test_a_machine_that_forbids_it(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fd: int
+    ) -> None:
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EPERM, "get_mempolicy: Operation not permitted")
+
+        monkeypatch.setattr(libc, "_policy_call", refuse)
+        assert libc.nodes_of(fd, SIZE, 2) == (libc.NO_NODE, libc.NO_NODE)
+        assert len(caplog.records) == 1
 
 
 def test_its_size_cannot_be_changed() -> None:

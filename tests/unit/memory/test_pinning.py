@@ -122,6 +122,22 @@ def test_buffers_are_near_the_device(device: CudaDevice, monkeypatch: pytest.Mon
     assert asked == [1]
 
 
+def test_far_memory_is_not_pinned_if_buffers_are_faster(
+    device: CudaDevice, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far, unknown = (number << 40 for number in range(1, 4))
+    nodes = {near: 0, far: 1, unknown: libc.NO_NODE}
+    monkeypatch.setattr(libc, "most_used_node", lambda address, num_bytes: nodes[address])
+    device.pinned.numa_node = 0
+    device.stage_far_memory()
+    for address in nodes:
+        device.pin_later(address, PAGE)
+    until(lambda: not device.unpinned().num_bytes)
+    assert driver.registrations.keys() == {near, unknown}
+    for address in nodes:
+        device.unpin(address, PAGE)
+
+
 @given(
     pinned=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=4),
     address=st.integers(0, 60),

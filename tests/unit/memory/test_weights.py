@@ -7,7 +7,9 @@ import threading
 import pytest
 
 from gpupoold.errors import Failed
+from gpupoold.memory import weights as weights_module
 from gpupoold.memory.device import Direction
+from gpupoold.memory.libc import NO_NODE
 from gpupoold.memory.pages import OutOfPages
 from gpupoold.memory.transfers import TransferQueue
 from gpupoold.memory.weights import WeightMemory
@@ -315,3 +317,15 @@ def test_without_an_early_start_a_model_starts_when_all_is_there(rig: Rig) -> No
     slots, _ = rig.weights(6, "slots", num_own_pages=4)
     with pytest.raises(AssertionError):
         slots.start_bytes = PAGE
+
+
+@pytest.mark.parametrize(
+    ("device", "snapshot", "is_far"), [(0, 0, False), (0, 1, True), (NO_NODE, 1, False)]
+)
+def test_a_snapshot_on_another_node_is_far(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, device: int, snapshot: int, is_far: bool
+) -> None:
+    monkeypatch.setattr(rig.device, "rank_nodes", (device,))
+    monkeypatch.setattr(weights_module, "most_used_node", lambda address, num_bytes: snapshot)
+    weights, _ = rig.weights(2, "w")
+    assert weights.is_far is is_far

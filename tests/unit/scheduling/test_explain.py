@@ -108,6 +108,14 @@ class TestRules:
         rig.arrive("a", "r")
         assert (why(rig, "r").device, why(rig, "r").rule) == (1, Rule.RESIDENT)
 
+    def test_where_its_snapshot_is_near(self) -> None:
+        rig = driver(num_devices=2)
+        for number in range(2):
+            rig.send(e.MemoryChanged(number, (("a", GB),)))
+        rig.send(e.FarSnapshots(0, ("a",)))
+        rig.arrive("a", "r")
+        assert (why(rig, "r").device, why(rig, "r").rule) == (1, Rule.NEAR_WEIGHTS)
+
     def test_where_it_was_last(self) -> None:
         rig = driver(num_devices=2)
         rig.send(e.MemoryChanged(1, (("a", 0),)))

@@ -35,9 +35,11 @@ def demand(
     return ModelDemand(name, load, busy, window_s, int(weight_gb * GB), 0.0)
 
 
-def device(*demands: ModelDemand, number: int = 0, capacity_gb: float = 20.0) -> HomeDevice:
+def device(
+    *demands: ModelDemand, number: int = 0, capacity_gb: float = 20.0, far: Sequence[str] = ()
+) -> HomeDevice:
     by_name = {one.model: one for one in demands}
-    return HomeDevice(number, int(capacity_gb * GB), 25.0 * GB, by_name)
+    return HomeDevice(number, int(capacity_gb * GB), 25.0 * GB, by_name, frozenset(far), 0.4)
 
 
 def four_a10() -> list[HomeDevice]:
@@ -69,6 +71,16 @@ def test_models_that_fit_together_add_their_loads() -> None:
     assert pressure(one, ["a"]) == pytest.approx(0.4)
     assert pressure(one, ["a", "b"]) == pytest.approx(0.7)
     assert not has_hurried(one)
+
+
+def test_a_home_is_near_the_snapshot() -> None:
+    demands = [demand(name) for name in "abcd"]
+    near = {0: "ab", 1: "cd"}
+    devices = [
+        device(*demands, number=number, far=sorted({*"abcd"} - {*names}))
+        for number, names in near.items()
+    ]
+    assert settled(devices, {"a": 0, "b": 1, "c": 0, "d": 1}) == {"a": 0, "b": 0, "c": 1, "d": 1}
 
 
 def test_switches_cost_time_where_models_do_not_fit() -> None:

@@ -83,7 +83,11 @@ class PlayedWorker:
         kind = "cuda" if degree == 1 else f"{degree} x cuda"
         self.channel.send(
             m.WorkerReady(
-                DeviceFacts(self._box.device_bytes, PAGE, 1e9),
+                DeviceFacts(
+                    *(self._box.device_bytes, PAGE, 1e9),
+                    rank_nodes=[self._number],
+                    far_share=self._box.far_share,
+                ),
                 "0.32.0",
                 kind,
             )
@@ -240,6 +244,8 @@ class ModelsBox:
         self.problem = ""
         """The first answer that differs in a verification."""
         self.device_bytes = 1 << 30
+        self.far_share = 1.0
+        """Each device is on a NUMA node of its own, whose memory is equally fast for others."""
         self.broken: set[int] = set()
         self.replies: list[m.Message] = []
         self.engine_bytes = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from itertools import chain
@@ -16,6 +17,7 @@ from gpupool_state import History, Registry
 from gpupoold.api.schemas_models import AddModelRequest, Progress, SetModelRequest
 from gpupoold.control.fleet.states import ModelPhase
 from gpupoold.control.frontends import Frontend
+from gpupoold.control.weights import cache
 from gpupoold.domain import Priority
 from gpupoold.errors import Failed, Refused, Unavailable, UsageError
 from tests.unit.checkpoints.samples import checkpoint, write
@@ -29,6 +31,34 @@ async def box(tmp_path: Path, registry: Registry, history: History) -> AsyncIter
         await box.until(lambda: all(one.has_loaded for one in box.supervisor.workers))
         box.told.clear()
         yield box
+
+
+async def test_a_snapshot_is_far_from_the_devices_of_another_node(
+    tmp_path: Path, registry: Registry, history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {"a": 0, "b": 1, "gpupool-snapshot": 1}  # the last is read from its file
+
+    def nodes_of(fd: int, num_bytes: int, num_parts: int) -> tuple[int, ...]:
+        name = os.readlink(f"/proc/self/fd/{fd}").removeprefix("/memfd:").split()[0]
+        return (nodes[name],) * num_parts
+
+    monkeypatch.setattr(cache, "nodes_of", nodes_of)
+    box = ModelsBox(tmp_path, registry, history, load_timeout_s=TIMEOUT_S)
+    box.far_share = 0.5
+    async with running(box, "a", "b"):
+        await box.until(lambda: all(one.has_loaded for one in box.supervisor.workers))
+
+        def far() -> list[frozenset[str]]:
+            box.snapshots.check_nodes(0.0)
+            return [box.dispatcher.state.devices[number].far for number in range(2)]
+
+        assert far() == [{"b"}, {"a"}]
+        info = await box.cache_control.info()
+        assert [one.snapshots[0].nodes for one in info.models] == [[0], [1]]
+        await box.cache_control.drop("a")
+        assert far() == [{"b"}, set()]
+        await box.cache_control.warm("a")
+        assert far() == [{"a", "b"}, set()]
 
 
 class TestSideBySide:

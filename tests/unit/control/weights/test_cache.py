@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+from gpupoold.control.weights import cache as cache_module
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotCache, SnapshotId
 
 A, B, C = SnapshotId("a"), SnapshotId("b"), SnapshotId("c")
@@ -39,6 +42,27 @@ def test_snapshots_come_and_go() -> None:
     cache.close()
     assert not is_open(second)
     assert cache.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "gpus", "is_far"),
+    [
+        ((0,), (0,), False),
+        ((1,), (0,), True),
+        ((0, 1), (0, 1), False),
+        ((0, 0), (0, 1), True),
+        ((-1,), (0,), False),
+        ((1,), (-1,), False),
+    ],
+)
+def test_a_snapshot_is_far_from_a_gpu_on_another_node(
+    parts: tuple[int, ...], gpus: tuple[int, ...], is_far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "nodes_of", lambda fd, num_bytes, degree: parts[:degree])
+    snapshots = SnapshotCache(10_000)
+    kept = snapshots.put(SnapshotId("a", len(gpus)), snapshot(4096), "d")
+    assert kept.is_far_from(gpus) is is_far
+    snapshots.close()
 
 
 def test_a_new_snapshot_replaces_the_old_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 from gpupoold.control.weights.cache import CachedSnapshot, SnapshotId
 from gpupoold.control.weights.kept_snapshots import SavedSnapshots, SnapshotKeys
 from gpupoold.domain import DeviceFacts, ModelName
-from gpupoold.memory.libc import create_memfd
+from gpupoold.memory.libc import NO_NODE, create_memfd
 from gpupoold.wire.messages import ModelToLoad, WorkerReady
 from tests.unit.descriptors import open_descriptors, opened_since
 
@@ -45,7 +45,7 @@ async def keep(
     snapshots: SavedSnapshots, name: str, checkpoint: Path, snapshot: CachedSnapshot
 ) -> None:
     assert await snapshots.look_up(model(name, checkpoint), READY) is None
-    assert await snapshots.read(SnapshotId(name)) is None
+    assert await snapshots.read(SnapshotId(name), [NO_NODE]) is None
     snapshots.keep(SnapshotId(name), snapshot)
     await snapshots.stop()
 
@@ -58,7 +58,7 @@ async def test_what_is_kept_is_found(
     again = SavedSnapshots(tmp_path / "snapshots", 1 << 20, SnapshotKeys())
     assert await again.look_up(model("b", checkpoint), READY) == SIZE
     assert (await again.sizes(), await again.used_bytes()) == ({B: SIZE}, SIZE)
-    found = await again.read(B)
+    found = await again.read(B, [NO_NODE])
     assert found is not None
     assert (found.num_bytes, found.layout_digest, found.self_check) == (SIZE, "layout", (1, 2, 3))
     assert os.pread(found.fd, 7, 0) == b"weights"
@@ -71,7 +71,7 @@ async def test_a_reader_that_leaves_leaves_no_memory(
     snapshots = SavedSnapshots(tmp_path / "snapshots", 1 << 20, SnapshotKeys())
     await keep(snapshots, "a", checkpoint, snapshot)
     before = open_descriptors()
-    reading = asyncio.create_task(snapshots.read(A))
+    reading = asyncio.create_task(snapshots.read(A, [NO_NODE]))
     await asyncio.sleep(0)
     reading.cancel()
     await asyncio.wait([reading])

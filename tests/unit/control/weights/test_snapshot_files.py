@@ -248,7 +248,7 @@ def test_a_file_cut_while_it_is_read_is_deleted(
 ) -> None:
     save(files, "k", bytes(2 * 16 * MIB + 1))
 
-    def cut_and_create(name: str, num_bytes: int) -> int:
+    def cut_and_create(name: str, num_bytes: int, _: object) -> int:
         os.truncate(folder / "k.snapshot", HEADER_BYTES + 20 * MIB)
         return libc.create_memfd(name, num_bytes)
 
@@ -256,6 +256,18 @@ def test_a_file_cut_while_it_is_read_is_deleted(
     assert files.load("k") is None
     assert f"the file ends at byte {HEADER_BYTES + 20 * MIB}" in caplog.text
     assert os.listdir(folder) == []
+
+
+def test_parts_are_read_to_the_nodes_of_their_gpus(
+    files: SnapshotFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(libc, "prefer_node", lambda at, size, node: asked.append((size, node)))
+    save(files, "k", bytes(2 * MIB))
+    saved = files.load("k", (1, 0))
+    assert saved is not None
+    os.close(saved.fd)
+    assert asked == [(MIB, 1), (MIB, 0)]
 
 
 def test_what_cannot_be_read_stays(

@@ -304,6 +304,18 @@ def test_switches_tell_what_bandwidth_they_reach(monkeypatch: pytest.MonkeyPatch
     box.close()
 
 
+def test_a_load_from_another_node_says_nothing_about_the_bandwidth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = iter(float(second) for second in range(1_000))
+    box = Box(60, clock=lambda: next(seconds))
+    monkeypatch.setattr(Device, "piece_bytes", 1)
+    box.models["a"].weights.is_far = True
+    box.switch_in("a")
+    assert box.residency.loads.bandwidth_bytes_per_s == 1e9
+    box.close()
+
+
 def test_a_small_load_says_little_about_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(float(second) for second in range(1_000))
     box = Box(60, clock=lambda: next(seconds))

@@ -391,13 +391,14 @@ def check_kernel_memory(memory: MemoryFacts, kinds: set[str]) -> Iterator[Check]
     if memory.huge_bytes:
         text = f"{format_bytes(memory.huge_bytes)} are reserved as huge pages and unused"
         yield warning("huge pages", text, "sysctl -w vm.nr_hugepages=0")
-    elif memory.shared_huge_pages == "never" and "cuda" in kinds:
-        text = "shared memory has pages of 4 KiB only, which makes pinning slow"
-        fix = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-        yield warning("huge pages", text, fix)
+    elif memory.shared_huge_pages in ("never", "deny") and "cuda" in kinds:
+        text = "snapshots have pages of 4 KiB only, which makes pinning slow"
+        fix = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled, as the installed "
+        yield warning("huge pages", text, fix + "gpupoold-nvidia.service does; restart gpupoold")
     else:
-        mode = memory.transparent_huge_pages or "not supported"
-        yield ok("huge pages", f"none reserved; transparent huge pages: {mode}")
+        mode = memory.shared_huge_pages or "not supported"
+        found = f"{format_bytes(memory.shared_huge_bytes)} of shared memory have them ({mode})"
+        yield ok("huge pages", f"none reserved; {found}")
 
 
 def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:

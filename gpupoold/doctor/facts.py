@@ -80,6 +80,7 @@ class MemoryFacts:
 
     ``limit_bytes`` is the control group's limit, None for no limit. ``huge_bytes`` is reserved for
     explicit huge pages and unused. ``overcommit`` is the kernel's mode (0, 1 or 2).
+    ``shared_huge_bytes`` of shared memory are in huge pages, ``shared_huge_pages`` is the mode.
     """
 
     total_bytes: int
@@ -87,8 +88,8 @@ class MemoryFacts:
     limit_bytes: int | None = None
     huge_bytes: int = 0
     overcommit: int = 0
-    transparent_huge_pages: str = ""
     shared_huge_pages: str = ""
+    shared_huge_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ def memory_facts(root: Path = Path("/"), pid: int | None = None) -> MemoryFacts:
         limit_bytes=memory_limit_bytes(pid, root),
         huge_bytes=huge,
         overcommit=int(read_text(root / "proc/sys/vm/overcommit_memory") or 0),
-        transparent_huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/enabled"),
         shared_huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        shared_huge_bytes=_meminfo(root, "ShmemHugePages") * 1024,
     )
 
 

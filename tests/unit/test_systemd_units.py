@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import ROOT
 
 GPUS = "/proc/driver/nvidia/gpus"
+SHMEM = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 def unit(name: str) -> configparser.RawConfigParser:
@@ -55,6 +56,33 @@ def test_every_gpu_gets_its_file(tmp_path: Path) -> None:
 def test_a_machine_without_a_driver(tmp_path: Path, program: str, status: int) -> None:
     """No program is no fault; a program that fails is one, which `systemctl --failed` shows."""
     assert calls(tmp_path, program=program)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("always within_size advise [never] deny force", "advise"),
+        ("always [within_size] advise never deny force", None),
+        ("always within_size advise never [deny] force", None),
+    ],
+)
+def test_memory_files_may_have_huge_pages_unless_the_administrator_chose(
+    tmp_path: Path, before: str, after: str | None
+) -> None:
+    mode = tmp_path / "shmem_enabled"
+    mode.write_text(f"{before}\n")
+    text = (ROOT / "systemd" / "gpupoold-nvidia.service").read_text().replace("\\\n", " ")
+    [line] = [line for line in text.splitlines() if line.startswith("ExecStart=-")]
+    command = line.removeprefix("ExecStart=-").replace("$$", "$").replace(SHMEM, str(mode))
+    subprocess.run(shlex.split(command), check=True, timeout=20)
+    assert mode.read_text() == f"{after or before}\n"
+
+
+def test_a_kernel_without_huge_pages_is_no_fault() -> None:
+    """The dash before the command: systemd ignores its failure."""
+    text = (ROOT / "systemd" / "gpupoold-nvidia.service").read_text()
+    assert text.count(SHMEM) == 1
+    assert f"ExecStart=-/bin/sh -ec 'mode={SHMEM};" in text
 
 
 def test_the_daemon_starts_after_it_and_without_it() -> None:

@@ -36,7 +36,8 @@ from blake3 import blake3
 
 from gpupoold.errors import Failed
 from gpupoold.files import replace_durably
-from gpupoold.memory.libc import NO_NODE, create_memfd, prefer_nodes
+from gpupoold.memory.host import touch_pages
+from gpupoold.memory.libc import NO_NODE, create_memfd, gets_huge_pages, prefer_nodes
 from gpupoold.units import format_bytes
 
 _logger = logging.getLogger(__name__)
@@ -240,8 +241,10 @@ def _read(path: Path, key: str, nodes: Sequence[int]) -> SavedSnapshot:
         wanted_bytes, file_bytes = _HEADER_BYTES + header.num_bytes, os.fstat(file.fileno()).st_size
         if file_bytes != wanted_bytes:
             raise _Damaged(f"{file_bytes} bytes instead of {wanted_bytes}")
-        take_from = functools.partial(prefer_nodes, nodes=nodes)
-        fd = create_memfd("gpupool-snapshot", header.num_bytes, take_from)
+        # Pages of 4 KiB come sooner without zeros, and huge pages only with zeros.
+        make_pages = touch_pages if gets_huge_pages() else prefer_nodes
+        populate = functools.partial(make_pages, nodes=nodes)
+        fd = create_memfd("gpupool-snapshot", header.num_bytes, populate)
         try:
             _fill(fd, file.fileno(), header)
         except BaseException:

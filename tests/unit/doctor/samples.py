@@ -41,7 +41,7 @@ def healthy(**changes: Any) -> Facts:
         fix="",
         settings=settings(),
         gpu=GpuFacts("", "580.65", (13, 0), (Gpu("H100", 80 * GIB, GIB),) * 2),
-        memory=MemoryFacts(256 * GIB, 200 * GIB, transparent_huge_pages="madvise"),
+        memory=MemoryFacts(256 * GIB, 200 * GIB, shared_huge_pages="advise", shared_huge_bytes=GIB),
         numa=NumaFacts(2),
         limits=LimitFacts("the daemon", 65536, None, None),
         kernel=KernelFacts("6.8.0"),

@@ -205,6 +205,7 @@ WARNINGS: list[tuple[str, Facts, str, str]] = [
     ),
     ("huge pages", healthy(memory=memory(huge_bytes=GIB)), "1 GiB", "nr_hugepages=0"),
     ("huge pages", healthy(memory=memory(shared_huge_pages="never")), "4 KiB", "shmem_enabled"),
+    ("huge pages", healthy(memory=memory(shared_huge_pages="deny")), "4 KiB", "shmem_enabled"),
     ("numa", healthy(numa=NumaFacts(2, True)), "moves pages", "numa_balancing=0"),
     (
         "numa node 1",

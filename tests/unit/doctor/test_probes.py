@@ -39,15 +39,14 @@ class TestMemory:
     def test_of_synthetic_files(self, tmp_path: Path) -> None:
         write(
             tmp_path,
-            proc__meminfo="HugePages_Free:       512\nHugepagesize:       2048 kB\n",
+            proc__meminfo="HugePages_Free:       512\nHugepagesize:       2048 kB\n"
+            "ShmemHugePages:    4096 kB\n",
             proc__sys__vm__overcommit_memory="2\n",
-            sys__kernel__mm__transparent_hugepage__enabled="always [madvise] never\n",
             sys__kernel__mm__transparent_hugepage__shmem_enabled="always within_size [advise]\n",
         )
         facts = memory_facts(tmp_path)
         assert (facts.huge_bytes, facts.overcommit) == (GIB, 2)
-        assert facts.transparent_huge_pages == "madvise"
-        assert facts.shared_huge_pages == "advise"
+        assert (facts.shared_huge_pages, facts.shared_huge_bytes) == ("advise", 4 << 20)
         assert facts.limit_bytes is None
 
     def test_the_limit_is_that_of_the_named_process(self, tmp_path: Path) -> None:

@@ -146,6 +146,9 @@ class TestNodesOf:
         assert len(nodes) == 2
         assert set(nodes) <= libc.node_bytes().keys()
 
+    def test_a_memfd_that_cannot_be_mapped(self, fd: int) -> None:
+        assert libc.nodes_of(fd, 1 << 60, 2) == (libc.NO_NODE, libc.NO_NODE)
+
     def test_most_pages_decide(self, monkeypatch: pytest.MonkeyPatch, fd: int) -> None:
         nodes = iter([3, *[1] * 9, *[2] * 6])
 

@@ -270,6 +270,26 @@ def test_parts_are_read_to_the_nodes_of_their_gpus(
     assert asked == [(MIB, 1), (MIB, 0)]
 
 
+@pytest.mark.parametrize(
+    ("mode", "is_touched"),
+    [("always within_size [advise] never", True), ("always within_size advise [never]", False)],
+)
+def test_huge_pages_are_asked_for_where_the_kernel_has_them(
+    files: SnapshotFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    is_touched: bool,
+) -> None:
+    (tmp_path / "shmem_enabled").write_text(mode)
+    monkeypatch.setattr(libc, "_SHARED_HUGE_PAGES", tmp_path / "shmem_enabled")
+    asked = []
+    monkeypatch.setattr(libc, "populate", lambda at, num_bytes: asked.append(num_bytes))
+    save(files, "k", bytes(2 * MIB))
+    assert loaded(files, "k") == bytes(2 * MIB)
+    assert asked == ([2 * MIB] if is_touched else [])
+
+
 def test_what_cannot_be_read_stays(
     files: SnapshotFiles, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,7 +15,7 @@ app = typer.Typer(
     no_args_is_help=True, help="Look at the model cache; pin, drop and warm models' snapshots."
 )
 
-_COLUMNS = columns("NAME, STATE*, NODE>, SIZE>, SAVED, PINNED, LIVE>, LAST-USED")
+_COLUMNS = columns("NAME, STATE*, NODE>, SIZE>, SAVED, PINNED, UNBOUND, LIVE>, LAST-USED")
 
 
 @app.command("ls")
@@ -79,6 +79,7 @@ def _row(model: CachedModel) -> list[str]:
         output.size_text(model.num_bytes),
         _yes(model.is_saved),
         _yes(model.is_pinned),
+        output.unbound_text(model.unbound_bytes) or output.NOTHING,
         str(model.num_live),
         output.NOTHING if model.last_used_at is None else output.time_text(model.last_used_at),
     ]

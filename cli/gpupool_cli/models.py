@@ -248,7 +248,10 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
         sizes |= {"kv saved": usage.prefix_saved_bytes, "kv reused": usage.prefix_hit_bytes}
     if fetched_bytes := usage.prefix_peer_bytes + usage.prefix_file_bytes:
         sizes["kv fetched"] = fetched_bytes
-    return {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
+    fields = {name: output.size_text(num_bytes) for name, num_bytes in sizes.items()}
+    if usage.unbound_bytes:
+        fields["without an engine"] = output.unbound_text(usage.unbound_bytes)
+    return fields
 
 
 def _load_fields(usage: ModelUsage | None) -> dict[str, str]:

@@ -158,6 +158,12 @@ def size_text(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else NOTHING
 
 
+def unbound_text(num_bytes: Mapping[int, int]) -> str:
+    """Return the weights that stay on devices without an engine."""
+    places = (f"{format_bytes(size)} on device {number}" for number, size in num_bytes.items())
+    return ", ".join(places)
+
+
 def duration_text(seconds: float | None) -> str:
     """Return a duration, or a dash for none."""
     return NOTHING if seconds is None else format_duration(seconds)

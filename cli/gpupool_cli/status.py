@@ -184,7 +184,7 @@ def _model_row(model: ModelUsage) -> list[str]:
         str(model.num_live),
         str(model.num_waiting),
         str(model.refused),
-        size_text(model.weights_resident_bytes),
+        _resident_text(model),
         size_text(model.cached_bytes),
         size_text(model.kv_resident_bytes),
         size_text(model.kv_host_bytes),
@@ -208,6 +208,13 @@ def _devices_text(model: ModelUsage) -> str:
     if model.slots:
         return f"({','.join(map(str, model.slots))})"
     return ",".join(str(engine.device) for engine in model.engines)
+
+
+def _resident_text(model: ModelUsage) -> str:
+    """Return the weights in the model's engines, or in brackets those without an engine."""
+    if model.unbound_bytes and not model.weights_resident_bytes:
+        return f"({format_bytes(sum(model.unbound_bytes.values()))})"
+    return size_text(model.weights_resident_bytes)
 
 
 class RoleChoice(StrEnum):

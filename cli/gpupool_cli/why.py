@@ -171,6 +171,8 @@ def _percent(share: float | None) -> str:
 
 def _weights(model: ModelWhy) -> str:
     places = [_place(device) for device in model.devices]
+    if model.unbound_bytes:
+        places.append(f"{output.unbound_text(model.unbound_bytes)} without an engine")
     if model.cached_bytes:
         places.append(f"host memory ({format_bytes(model.cached_bytes)})")
     return ", ".join(filter(None, places)) or "nowhere; the next request loads the weights"

@@ -120,6 +120,7 @@ def _usages(
             name,
             state,
             dispatcher,
+            control_plane.supervisor.workers,
             memories,
             engines,
             control_plane.cache,

@@ -142,13 +142,15 @@ class EngineInfo(Body):
     """A model's engine on a device: its memory outside the pages, and the time of its load.
 
     ``device_bytes`` are of the device's reserve, ``host_bytes`` private and pinned memory of the
-    worker; both are the same memory on an emulated device.
+    worker; both are the same memory on an emulated device. ``resident_bytes`` of the weights had
+    stayed on the device before the load, and were not copied.
     """
 
     device: int
     device_bytes: int
     host_bytes: int
     load: LoadStages = LoadStages()
+    resident_bytes: int = 0
 
 
 class OperateRequest(Body):
@@ -184,7 +186,8 @@ class ModelUsage(Body, Percentiles, MainCounts, MemoryUse, _UsageHead):
     hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
     tokens. ``tokens_per_s`` covers the last 10 s. ``drafts`` is None without speculative decoding.
     ``engines`` are on the devices that host the model. Without one, ``slots`` are the devices with
-    an engine of another fine-tune, which the model can take over.
+    an engine of another fine-tune, which the model can take over. ``unbound_bytes`` are the weights
+    that stay on devices without an engine, in memory that is free; an engine there maps them.
     """
 
     cached_bytes: int
@@ -196,6 +199,7 @@ class ModelUsage(Body, Percentiles, MainCounts, MemoryUse, _UsageHead):
     drafts: DraftUsage | None = None
     engines: list[EngineInfo] = []
     slots: list[int] = []
+    unbound_bytes: dict[int, int] = {}
 
 
 @dataclass
@@ -357,6 +361,7 @@ class CachedModel(Body):
     ``snapshots`` has one entry for each number of GPUs of the model's devices. ``state`` is "host"
     if one of these is in host memory; ``is_saved`` means all. ``num_bytes`` is the sum of the
     sizes, of the expected sizes of absent snapshots too. ``last_used_at`` is in wall-clock seconds.
+    ``unbound_bytes`` are the weights that stay on devices without an engine.
     """
 
     name: str
@@ -367,6 +372,7 @@ class CachedModel(Body):
     num_live: int
     last_used_at: float | None
     snapshots: list[SnapshotPlace] = Field(default=[])
+    unbound_bytes: dict[int, int] = Field(default={})
 
 
 class UnpinnedMemory(Body):

@@ -103,7 +103,8 @@ class ModelWhy(Body):
     ``standings`` counts live requests by place. ``first_token_in_s`` estimates a new request with a
     prompt of ``prompt_tokens``. ``paced_gap_*_s`` are times between the released tokens of paced
     streams since the daemon's start, None without such streams. ``main_cause`` is the main cause of
-    lateness within the hour; ``advice`` is a remedy.
+    lateness within the hour; ``advice`` is a remedy. ``unbound_bytes`` are the weights
+    that stay on devices without an engine.
     """
 
     name: str
@@ -123,6 +124,7 @@ class ModelWhy(Body):
     paced_gap_p99_s: float | None = None
     main_cause: str | None
     advice: list[str]
+    unbound_bytes: dict[int, int] = Field(default={})
 
 
 class FinishedWhy(Body):

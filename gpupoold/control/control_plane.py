@@ -197,10 +197,10 @@ class ControlPlane(ControlParts):
         """Return a model with its present use."""
         row = await self.lifecycle.find(name)
         info = self._info_of(row)
-        memories, now_s = views.memories_of(self.supervisor.workers), time.monotonic()
-        engines = self.fleet.hosts.engines()
+        workers, now_s = self.supervisor.workers, time.monotonic()
+        memories, engines = views.memories_of(workers), self.fleet.hosts.engines()
         now = views.usage(
-            info.name, info.state, self.dispatcher, memories, engines, self.cache, now_s
+            info.name, info.state, self.dispatcher, workers, memories, engines, self.cache, now_s
         )
         found = await self.lifecycle.inspector.parsers(row.spec)
         return with_parsers(replace(info, usage=ModelUsage(**now)), found)

@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 from gpupoold.memory.libc import NO_NODE, memcpy
-from gpupoold.memory.pages import PagePool, PageRun, as_ranges, split_runs
+from gpupoold.memory.pages import PagePool, PageRun, WeightsId, as_ranges, split_runs
 
 
 @dataclass(slots=True)
@@ -323,15 +323,34 @@ class AddressRange:
             self._pool.free(runs)
             raise
         for span, mine in mapped:
-            physical = itertools.chain.from_iterable(range(run.first, run.end) for run in mine)
-            self._physical[span.start : span.stop] = physical
-            self.num_mapped += len(span)
+            self._mapped(span, mine)
         if missing == [pages]:  # the usual case
             self._holders[pages.start : pages.stop] = [1] * len(pages)
         else:
             held = self._holders[pages.start : pages.stop]
             self._holders[pages.start : pages.stop] = [count + 1 for count in held]
         return missing
+
+    def bind(self, owner: WeightsId, first: int, num_pages: int) -> int:
+        """Map up to ``num_pages`` from page ``first`` on that ``unbind`` has left; return how many.
+
+        Raises:
+            Exception: the device cannot map; the contents are given up.
+        """
+        runs = self._pool.bind(owner, first, num_pages)
+        pages = range(first, first + sum(run.num_pages for run in runs))
+        try:
+            self._device.map(self._page_address(first), runs)
+        except BaseException:
+            self._pool.free(runs)
+            raise
+        self._mapped(pages, runs)
+        self._holders[first : pages.stop] = [1] * len(pages)
+        return len(pages)
+
+    def unbind(self, owner: WeightsId, pages: range) -> None:
+        """Release ``pages`` as ``drop`` does; the pool keeps their contents for ``bind``."""
+        self._pool.unbind(owner, self._unmap([pages]))
 
     def drop(self, pages: range) -> None:
         """Release ``pages``; unmap pages without a holder and return them to the pool.
@@ -343,6 +362,14 @@ class AddressRange:
 
     def drop_each(self, ranges: Iterable[range]) -> None:
         """Release several ranges, with one wait of the device for all.
+
+        Raises:
+            ValueError: a page has no holder.
+        """
+        self._pool.free(self._unmap(ranges))
+
+    def _unmap(self, ranges: Iterable[range]) -> list[PageRun]:
+        """Release several ranges; return the pages without a holder, which are unmapped.
 
         Raises:
             ValueError: a page has no holder.
@@ -359,13 +386,13 @@ class AddressRange:
                 physical = as_ranges(self._physical[span.start : span.stop])
                 gone.append((span, [PageRun(run.start, len(run)) for run in physical]))
         if not gone:
-            return
+            return []
         mappings = [(self._page_address(span.start), runs) for span, runs in gone]
         self._device.unmap_each(mappings, self.last_use)
-        for span, runs in gone:
-            self._pool.free(runs)
+        for span, _ in gone:
             self._physical[span.start : span.stop] = [-1] * len(span)
             self.num_mapped -= len(span)
+        return [run for _, runs in gone for run in runs]
 
     def close(self) -> None:
         """Unmap all pages and release the addresses."""
@@ -382,6 +409,11 @@ class AddressRange:
         mapped = [page >= 0 for page in self._physical]
         assert mapped == [count > 0 for count in self._holders]
         assert sum(mapped) == self.num_mapped
+
+    def _mapped(self, span: range, runs: list[PageRun]) -> None:
+        physical = itertools.chain.from_iterable(range(run.first, run.end) for run in runs)
+        self._physical[span.start : span.stop] = physical
+        self.num_mapped += len(span)
 
     def _page_address(self, page: int) -> int:
         return self.address + page * self._device.page_bytes

@@ -84,6 +84,12 @@ class HostBuffer:
         fd = create_memfd(name, file_bytes, functools.partial(touch_pages, nodes=nodes))
         return cls(fd, num_bytes)
 
+    @property
+    def file_id(self) -> tuple[int, int]:
+        """The numbers by which this machine tells the memfd from others."""
+        stat = os.fstat(self.fd)
+        return stat.st_dev, stat.st_ino
+
     def close(self) -> None:
         """Unmap and close; the bytes stay while another process has the memfd open.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class OutOfPages(Exception):
@@ -24,12 +25,31 @@ class PageRun:
         return self.first + self.num_pages
 
 
+class WeightsId(NamedTuple):
+    """The weights of a model, with the numbers of the snapshot's memfd."""
+
+    model: str
+    file_id: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Unbound:
+    """Free pages with the contents of consecutive pages of an owner, from its page ``first`` on."""
+
+    runs: list[PageRun]
+    first: int = 0
+
+
 class PagePool:
     """Allocates physical pages in few, long runs. Pure bookkeeping, no device calls.
 
     Mapping costs a call per run, so an allocation takes the smallest free run that fits (best fit),
     else the largest runs first. ``num_pages`` is the device's number of pages; for ``table_pages``
     see :attr:`Device.table_pages`.
+
+    Free pages may be *unbound*: their contents stay, for the former owner, until the pages are
+    allocated. Pages without contents are allocated first, then the pages whose owner has been
+    unbound for the longest time, from its last page on.
     """
 
     def __init__(self, num_pages: int, table_pages: int = 1) -> None:
@@ -37,6 +57,9 @@ class PagePool:
         self._table_pages = table_pages
         self._free: list[PageRun] = [PageRun(0, num_pages)] if num_pages else []
         self.num_free = num_pages
+        """Number of free pages, with those that are unbound."""
+        self._unbound: dict[WeightsId, _Unbound] = {}
+        self._num_unbound = 0
         self.version = 0
         """A number that changes with every allocated or freed run."""
 
@@ -53,6 +76,7 @@ class PagePool:
             raise OutOfPages(
                 f"{num_pages} pages requested, {self.num_free} of {self.num_pages} free"
             )
+        self._give_up(num_pages)
         if num_pages >= self._table_pages > 1 and (alike := self._allocate_alike(num_pages, at)):
             return [alike]
         taken: list[PageRun] = []
@@ -90,12 +114,44 @@ class PagePool:
         for run in runs:
             self._free_run(run)
 
+    def unbind(self, owner: WeightsId, runs: list[PageRun]) -> None:
+        """Free an owner's pages from the first on; their contents stay until they are allocated."""
+        self.forget(owner)
+        if runs:
+            self._unbound[owner] = _Unbound(runs)
+            self._count_unbound(_num_pages(runs))
+
+    def bind(self, owner: WeightsId, first: int, num_pages: int) -> list[PageRun]:
+        """Allocate up to ``num_pages`` with an owner's contents, which begin with page ``first``.
+
+        If contents of that page are not left, further contents of the owner are given up.
+        """
+        unbound = self._unbound.get(owner)
+        if unbound is None or unbound.first != first:
+            self.forget(owner)
+            return []
+        runs, unbound.runs = split_runs(unbound.runs, num_pages)
+        unbound.first += _num_pages(runs)
+        self._count_unbound(-_num_pages(runs))
+        if not unbound.runs:
+            del self._unbound[owner]
+        return runs
+
+    def forget(self, owner: WeightsId) -> None:
+        """Give up all contents of an owner."""
+        if (unbound := self._unbound.pop(owner, None)) is not None:
+            self._drop(unbound.runs)
+
+    def num_unbound(self) -> dict[WeightsId, int]:
+        """Return the number of unbound pages by owner."""
+        return {owner: _num_pages(unbound.runs) for owner, unbound in self._unbound.items()}
+
     def check_owned(self, pages: list[int]) -> None:
         """Raise AssertionError unless ``pages`` are exactly the pages that are not free."""
         owners = bytearray(self.num_pages)
         for page in pages:
             owners[page] += 1
-        for run in self._free:
+        for run in self._all_free():
             owners[run.first : run.end] = bytes(count + 1 for count in owners[run.first : run.end])
         wrong = [page for page, count in enumerate(owners) if count != 1]
         assert not wrong, f"pages with two owners or none: {wrong[:10]}"
@@ -107,7 +163,35 @@ class PagePool:
             assert run.num_pages > 0 and run.first > end, f"bad free run {run}"
             end = run.end  # strictly greater: adjacent runs must have been joined
         assert end <= self.num_pages
-        assert sum(run.num_pages for run in self._free) == self.num_free
+        end = 0
+        for run in sorted(self._all_free(), key=_first):
+            assert run.first >= end, f"{run} is free twice"
+            end = run.end
+        assert self._num_unbound == sum(self.num_unbound().values())
+        assert _num_pages(self._free) + self._num_unbound == self.num_free
+
+    def _all_free(self) -> list[PageRun]:
+        unbound = [run for one in self._unbound.values() for run in one.runs]
+        return [*self._free, *unbound]
+
+    def _count_unbound(self, num_pages: int) -> None:
+        self._num_unbound += num_pages
+        self.num_free += num_pages
+        self.version += 1
+
+    def _drop(self, runs: list[PageRun]) -> None:
+        """Free unbound pages without their contents."""
+        self._count_unbound(-_num_pages(runs))
+        self.free(runs)
+
+    def _give_up(self, num_pages: int) -> None:
+        """Give up contents until ``num_pages`` are free without any."""
+        while (short := num_pages + self._num_unbound - self.num_free) > 0:
+            owner, unbound = next(iter(self._unbound.items()))
+            unbound.runs, gone = split_runs(unbound.runs, max(0, _num_pages(unbound.runs) - short))
+            self._drop(gone)
+            if not unbound.runs:
+                del self._unbound[owner]
 
     def _allocate_alike(self, num_pages: int, at: int) -> PageRun | None:
         """Allocate a run whose first page is ``at`` modulo the pages of a table, or None."""
@@ -177,6 +261,10 @@ def split_runs(runs: list[PageRun], num_pages: int) -> tuple[list[PageRun], list
         head.append(run)
         num_pages -= run.num_pages
     return head, []
+
+
+def _num_pages(runs: Iterable[PageRun]) -> int:
+    return sum(run.num_pages for run in runs)
 
 
 def _first(run: PageRun) -> int:

@@ -17,6 +17,7 @@ from gpupoold.errors import Failed
 from gpupoold.memory.device import AddressRange, Copy, Device
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.libc import NO_NODE, most_used_node
+from gpupoold.memory.pages import WeightsId
 from gpupoold.memory.transfers import DeviceThread, Transfer, TransferQueue
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken
@@ -278,6 +279,24 @@ class WeightMemory:
         self.stop()
         self._num_loaded = min(self._num_loaded, kept)
         self._drop_from(self._num_loaded)
+
+    def unbind(self, owner: WeightsId) -> None:
+        """Free all pages, whose contents stay for :meth:`bind` as long as no page is needed."""
+        assert not self.own_bytes
+        self.stop()
+        self._num_loaded = 0
+        if self.num_mapped_pages:
+            self.address_range.unbind(owner, range(self.num_mapped_pages))
+
+    def bind(self, owner: WeightsId, num_pages: int) -> bool:
+        """Map up to ``num_pages`` of the pages that have stayed; return whether more may follow.
+
+        The contents are those of the present snapshot. No load may be in progress.
+        """
+        assert not self._arriving
+        num_bound = self.address_range.bind(owner, self._num_loaded, num_pages)
+        self._num_loaded += num_bound
+        return num_bound == num_pages
 
     def detach_snapshot(self) -> HostBuffer:
         """Free all pages; return the snapshot, which the caller unpins and closes.

@@ -238,7 +238,8 @@ class ModelLoaded(Message):
     snapshot in the order was not used. ``dropped`` are the requests of a replaced engine, which the
     daemon sends again. ``memory`` is the engine's memory outside the pages, ``stages`` the time of
     the load. ``engine_of`` is the former model of the engine that a kept engine has become. Models
-    of one ``family`` can take over each other's engines; empty if no model can.
+    of one ``family`` can take over each other's engines; empty if no model can. ``resident_bytes``
+    of the weights had stayed on the device and were not copied.
     """
 
     model: LoadedModel
@@ -252,6 +253,7 @@ class ModelLoaded(Message):
     stages: LoadStages = msgspec.field(default_factory=LoadStages)
     engine_of: str = ""
     family: str = ""
+    resident_bytes: int = 0
 
 
 class ModelFailed(Message):
@@ -383,6 +385,8 @@ class WorkerStatus(Message):
     ``loading`` is the present load of a model, if there is one. ``kv_host_slab_bytes`` is host
     memory in slabs for blocks of some size, in use or not. ``unpinned_bytes`` is host memory that
     the driver has not pinned, or not yet, and ``pinning_problem`` the driver's refusal.
+    ``unbound_bytes`` are the weights, by model, that stay on the device without an engine, in
+    memory that is free.
     """
 
     at_s: float
@@ -394,3 +398,4 @@ class WorkerStatus(Message):
     kv_host_slab_bytes: int = 0
     unpinned_bytes: int = 0
     pinning_problem: str = ""
+    unbound_bytes: dict[str, int] = {}

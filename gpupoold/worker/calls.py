@@ -72,6 +72,8 @@ def _check_integrity(loop: TurnLoop) -> dict[str, Any]:
 
 def _page_out(loop: TurnLoop, model: str) -> dict[str, Any]:
     """Evict all of a model from the device, as a switch under memory pressure does."""
+    if loop.residency.forget_unbound(model) and model not in loop.engines:
+        return {"kv_out_bytes": 0}
     engine = loop.engine(model)
     loop.interrupt_turn()
     return {"kv_out_bytes": loop.residency.page_out(engine.name)}

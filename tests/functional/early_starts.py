@@ -18,7 +18,7 @@ import torch
 from gpupoold.domain import ModelName
 from gpupoold.memory.device import Copy
 from gpupoold.memory.emulated import ModelledLink
-from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host import HostBuffer, KvHostCache
 from gpupoold.memory.pages import PagePool
 from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m
@@ -27,7 +27,7 @@ from gpupoold.worker.engine.cpu_build import adapt_cpu_build
 from gpupoold.worker.kv.page_eviction import Use
 from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.threads import TurnThread, finish
-from gpupoold.worker.turns.loads import EngineLoader
+from gpupoold.worker.turns.loads import EngineLoader, KeptEngine
 from gpupoold.worker.turns.self_check import first_self_check
 from tests.functional.worker_peer import encode_request
 
@@ -49,6 +49,8 @@ class Figures:
     num_outputs_after_failure: int = 0
     starts_early_with_early_reads: bool = True
     resident_after_early_reads: bool = False
+    bytes_copied_on_return: int = 0
+    num_gates_on_return: int = 0
 
 
 class OneEngine:
@@ -66,14 +68,14 @@ class OneEngine:
         self.residency = Residency(
             self.device, pool, host, _LINK_BYTES_PER_S, lambda _: Use(1, 0.0, 1.0, 0.0)
         )
-        loader = EngineLoader(
+        self.loader = EngineLoader(
             self.device, host, self.residency, TurnThread(), DriverMemory(self.device)
         )
         model = m.ModelToLoad(
             name=ModelName("a"), source="a", path=str(path), dtype="float32", max_model_len=512
         )
-        order = m.LoadModel(model, profiling_budget_s=0.0)
-        self.engine = loader.load(order, None, "a").engine
+        self.order = m.LoadModel(model, profiling_budget_s=0.0)
+        self.engine = self.loader.load(self.order, None, "a").engine
         self._num_asked = 0
 
     def answer(self, num_prompt_tokens: int, *, is_away: bool) -> tuple[list[int], int]:
@@ -119,6 +121,30 @@ class OneEngine:
             links.begin = begin
         return "", WORKER.main.phase, num_tokens
 
+    def come_back(self) -> int:
+        """Let the model lose its engine and get it again; return the bytes of weights copied."""
+        snapshot = self.engine.weights.snapshot
+        given = HostBuffer(os.dup(snapshot.fd), snapshot.num_bytes)
+        grammars = self.loader.grammars_for(self.engine, self.order)
+        assert grammars is not None
+        self.residency.make_resident("a")
+        self.residency.vacate("a")
+        links: Any = ModelledLink
+        begin, sizes = links.begin, list[int]()
+
+        def count(link: ModelledLink, copies: Sequence[Copy]) -> float:
+            sizes.extend(copy.num_bytes for copy in copies)
+            arrival_s: float = begin(link, copies)
+            return arrival_s
+
+        links.begin = count
+        try:
+            self.loader.load(self.order, given, "a", kept=KeptEngine(self.engine, grammars))
+        finally:
+            links.begin = begin
+        self.residency.check_integrity()
+        return sum(sizes)
+
     def read_early(self) -> bool:
         """Let the first layer read the last; return whether the model may start early then."""
         layers = self.engine.runner.get_model().model.layers
@@ -154,6 +180,9 @@ def run(path: Path) -> Figures:
         figures.late_bytes.append(late_bytes)
         if tokens != expected or len(tokens) != _NUM_TOKENS:
             figures.differing.append(length)
+    figures.bytes_copied_on_return = one.come_back()
+    returned = one.engine.worker.gates
+    figures.num_gates_on_return = len(returned.gates) if returned is not None else 0
     one.residency.make_resident("a")
     figures.starts_early_with_early_reads = one.read_early()
     figures.resident_after_early_reads = one.engine.weights.is_resident

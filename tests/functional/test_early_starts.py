@@ -126,6 +126,8 @@ def test_a_failed_copy_makes_no_token_and_early_reads_are_found(
     assert figures["differing"] == []
     assert figures["num_gates"] == figures["num_layers"] > 2
     assert min(figures["late_bytes"]) > 0
+    assert figures["bytes_copied_on_return"] == 0
+    assert figures["num_gates_on_return"] == figures["num_gates"]
     assert "broken" in figures["failure"]
     assert figures["failure_phase"] == ThreadPhase.SWITCH
     assert figures["num_outputs_after_failure"] == 0

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from gpupoold.memory.host import HostSlot
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import Place
-from gpupoold.memory.pages import OutOfPages
+from gpupoold.memory.pages import OutOfPages, WeightsId
 from gpupoold.memory.transfers import Transfer
 from gpupoold.memory.weights import WeightMemory
 from tests.unit.memory.ledger import MemoryLedger
@@ -164,6 +164,38 @@ class MemoryMachine(RuleBasedStateMachine):
         weights.evict(num_pages)
         left = 0 if num_pages is None else max(0, mapped - num_pages)
         assert weights.num_mapped_pages <= left
+
+    @rule(which=WHICH)
+    def unbind(self, which: int) -> None:
+        """The model loses its addresses; its weights stay while nobody needs the memory."""
+        weights = self.model(which).weights
+        weights.stop()
+        loaded, owner = weights.num_mapped_pages, self.weights_id(which)
+        free, stayed = self.rig.pool.num_free, self.rig.pool.num_unbound().get(owner, 0)
+        weights.unbind(owner)
+        assert (weights.num_mapped_pages, self.rig.pool.num_free) == (0, free + loaded)
+        assert self.rig.pool.num_unbound().get(owner, 0) == (loaded or stayed)
+
+    @rule(which=WHICH, num_pages=st.integers(1, 20), fail_in=st.integers(0, 2))
+    def bind(self, which: int, num_pages: int, fail_in: int) -> None:
+        """What has stayed is mapped at the first addresses, and is not copied."""
+        weights, owner = self.model(which).weights, self.weights_id(which)
+        weights.wait()
+        free, before = self.rig.pool.num_free, weights.num_mapped_pages
+        stayed = self.rig.pool.num_unbound().get(owner, 0)
+        self.rig.device.fail_in = fail_in
+        try:
+            more = weights.bind(owner, num_pages)
+        except OSError:
+            assert fail_in == 1
+            more = False
+        finally:
+            self.rig.device.fail_in = 0
+        num_bound = weights.num_mapped_pages - before
+        assert num_bound in (0, min(stayed, num_pages))
+        assert self.rig.pool.num_free == free - num_bound
+        assert more == (num_bound == num_pages)
+        assert weights.loaded_bytes == weights.mapped_bytes
 
     @rule(which=WHICH, extent=WHICH, fail_in=st.integers(0, 4))
     def back(self, which: int, extent: int, fail_in: int) -> None:
@@ -409,6 +441,9 @@ class MemoryMachine(RuleBasedStateMachine):
         write_block(model.kv, block, data)
         model.content[block] = data
         model.had.add(data)
+
+    def weights_id(self, which: int) -> WeightsId:
+        return WeightsId(str(which % len(self.models)), (0, 0))
 
     def model(self, which: int) -> Model:
         return self.models[which % len(self.models)]

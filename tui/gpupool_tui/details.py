@@ -86,7 +86,7 @@ def model_fields(model: TopModel, info: ModelInfo | None) -> Fields:
         f" {usage.completed} completed of {usage.requests}, {usage.refused} refused,"
         f" {usage.dropped} dropped",
         "weights": f"{size(usage.weights_total_bytes)},"
-        f" {size(usage.weights_resident_bytes)} on devices",
+        f" {size(usage.weights_resident_bytes)} on devices" + _unbound(usage),
         "snapshot": (
             f"{size(usage.cached_bytes)} in host memory" if usage.cached_bytes else NOTHING
         )
@@ -126,6 +126,12 @@ def _hosting(model: TopModel) -> str:
     largest = max(engine.device_bytes for engine in engines)
     devices = ranges(engine.device for engine in engines)
     return f"{devices}{how}, up to {size(largest)} outside the pages"
+
+
+def _unbound(usage: ModelUsage) -> str:
+    """Return the weights that stay on devices without an engine."""
+    num_bytes = usage.unbound_bytes
+    return f", {size(sum(num_bytes.values()))} without an engine" if num_bytes else ""
 
 
 def request_fields(request: RequestInfo, view: View) -> Fields:

@@ -164,9 +164,10 @@ class Host:
     """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
 
     ``memory`` is the memory of the model's engine outside the pages, ``load`` the time of its load,
-    ``since_s`` the end of the load, ``family`` what a model that takes the engine over must have in
-    common, ``why`` the reason for the engine on this worker, and ``options`` are the engine's
-    options, None while the engine is being replaced, or if nobody has waited for the end.
+    ``resident_bytes`` the weights that were on the device before, ``since_s`` the end of the load,
+    ``family`` what a model that takes the engine over must have in common, ``why`` the reason for
+    the engine on this worker, and ``options`` are the engine's options, None while the engine is
+    being replaced, or if nobody has waited for the end.
     """
 
     def __init__(self, model: str, number: int) -> None:
@@ -174,6 +175,7 @@ class Host:
         self.layout_digest = ""
         self.memory = NOTHING
         self.load = LoadStages()
+        self.resident_bytes = 0
         self.since_s = 0.0
         self.family = ""
         self.why = ""

@@ -16,7 +16,7 @@ from gpupoold.control.models.lifecycle import ModelLifecycle
 from gpupoold.control.models.parts import ControlParts, ModelPart, check_own_model
 from gpupoold.control.weights.cache import HostMemoryBudget, SnapshotCache, SnapshotId
 from gpupoold.control.weights.kept_snapshots import SavedSnapshots
-from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.worker import Worker, unbound_bytes
 from gpupoold.domain import RemoveMode
 from gpupoold.errors import Refused
 from gpupoold.units import format_bytes
@@ -141,9 +141,10 @@ class CacheControl(ModelPart):
 
     async def _free(self, model: str, *, keep_host: bool) -> Unloaded:
         workers = self._supervisor.workers
-        hosts = [workers[number] for number in self._fleet.availability(model).devices]
-        ready = [worker for worker in hosts if worker.is_ready]
-        device_bytes = sum(_held_bytes(worker, model) for worker in ready)
+        unbound = unbound_bytes(model, workers)
+        numbers = {*self._fleet.availability(model).devices, *unbound}
+        ready = [workers[number] for number in sorted(numbers) if workers[number].is_ready]
+        device_bytes = sum(_held_bytes(worker, model) for worker in ready) + sum(unbound.values())
         calls = (self._supervisor.call(worker, "page_out", model=model) for worker in ready)
         await asyncio.gather(*calls)
         host_bytes = 0 if keep_host else self._cache.num_bytes(model)
@@ -206,6 +207,7 @@ class CacheControl(ModelPart):
             num_live=self._live.num_of(name),
             last_used_at=self._cache.last_used_at(name),
             snapshots=places,
+            unbound_bytes=unbound_bytes(name, self._supervisor.workers),
         )
 
     def _snapshots(self, model: str, saved_bytes: dict[SnapshotId, int]) -> list[SnapshotId]:

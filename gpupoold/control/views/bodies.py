@@ -24,7 +24,7 @@ from gpupoold.control.frontends import Frontend
 from gpupoold.control.live_requests import LiveRequest, LiveRequests
 from gpupoold.control.requests.dispatcher import Dispatcher
 from gpupoold.control.weights.cache import SnapshotCache
-from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.worker import Worker, unbound_bytes
 from gpupoold.domain import DeviceActivity, DeviceFacts, MainCounts, MemoryUse
 from gpupoold.scheduling.observed import RequestClass
 from gpupoold.scheduling.policies.planned_turns import Tuning
@@ -187,6 +187,7 @@ def usage(
     name: str,
     state: str,
     dispatcher: Dispatcher,
+    workers: Sequence[Worker],
     memories_of: Memories,
     engines_of: Engines,
     cache: SnapshotCache,
@@ -215,10 +216,16 @@ def usage(
         "tokens_per_s": stats.tokens_per_s(now_s),
         "drafts": _draft_values(stats.drafts),
         "engines": [
-            {"device": number, "load": host.load, **msgspec.structs.asdict(host.memory)}
+            {
+                "device": number,
+                "load": host.load,
+                "resident_bytes": host.resident_bytes,
+                **msgspec.structs.asdict(host.memory),
+            }
             for number, host in engines.items()
         ],
         "slots": [] if engines else [*slots(name, engines_of, cache)],
+        "unbound_bytes": unbound_bytes(name, workers),
     }
 
 

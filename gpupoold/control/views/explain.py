@@ -22,7 +22,7 @@ from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.views import bodies as views
 from gpupoold.control.views.bodies import span_info
 from gpupoold.control.weights.cache import SnapshotCache
-from gpupoold.control.workers.worker import Worker
+from gpupoold.control.workers.worker import Worker, unbound_bytes
 from gpupoold.domain import FinishReason, MemoryUse, ModelState, Targets
 from gpupoold.errors import NoSuchModel, UsageError
 from gpupoold.scheduling.hosting import HostingReason
@@ -146,6 +146,7 @@ class Explainer(ModelPart):
             paced_gap_p99_s=paced_p99_s,
             main_cause=main_cause(hour),
             advice=advice(name, targets, hour),
+            unbound_bytes=unbound_bytes(name, self._workers),
         )
 
     def _live(self, seen: str) -> list[LiveRequest]:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpupoold.config.schema import Settings
@@ -242,6 +242,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
             self._hosts.loaded(name, worker.number, message.engine_of, message.family)
             record(message.layout_digest, message.memory, has_snapshot=message.has_snapshot)
             host.load, host.since_s = message.stages, time.monotonic()
+            host.resident_bytes = message.resident_bytes
             load.set_result((message, fd))
         elif fd is not None:
             os.close(fd)  # the caller no longer waits, and unloads the model or replaces the engine
@@ -269,6 +270,15 @@ class WorkerProcess(Supervised[m.FromWorker]):
         worker.dropping.resolve_all(None)
         self._hosts.lose_worker(worker.number)
         worker.status = None
+
+
+def unbound_bytes(model: str, workers: Iterable[Worker]) -> dict[int, int]:
+    """Return a model's weights that stay on devices without an engine, by device."""
+    return {
+        worker.number: num_bytes
+        for worker in workers
+        if worker.status and (num_bytes := worker.status.unbound_bytes.get(model))
+    }
 
 
 def module_of(device: DeviceSettings) -> str:

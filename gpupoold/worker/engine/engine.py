@@ -26,6 +26,7 @@ from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.device import Device
 from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
 from gpupoold.memory.kv import KvMemory
+from gpupoold.memory.pages import WeightsId
 from gpupoold.memory.prefix_tiers import PrefixTiers
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import (
@@ -39,6 +40,7 @@ from gpupoold.worker.engine.adapters import EngineAdapters, RankAdapters
 from gpupoold.worker.engine.block_demand import BlockPoolLedger, ComputedKv, geometry_of
 from gpupoold.worker.engine.configuration import engine_config, refusal
 from gpupoold.worker.engine.grammars import EngineGrammars, use_grammars
+from gpupoold.worker.engine.layer_gates import LayerGates
 from gpupoold.worker.engine.prefixes import StoredPrefixes, shared_owner
 from gpupoold.worker.engine.scheduler import resume
 from gpupoold.worker.engine.steps import EngineSteps, Step
@@ -56,6 +58,9 @@ from gpupoold.worker.threads import HEAP
 from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.loading import SNAPSHOT_FORMAT, ModelLoad
 from gpupoold.worker.weights.rank_loads import LeaderLoad
+
+# Former models of an engine for which it remembers the gates.
+_MAX_KNOWN = 64
 
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
 
@@ -105,6 +110,13 @@ class ModelEngine:
             ranks = RankAdapters(load.engine, load.group)
         self.adapters = EngineAdapters(info.name, _runner(core), self.weights, ranks)
         self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self.known_gates: dict[WeightsId, LayerGates | None] = {}
+        """Whether turns of a former model could start early, and how."""
+
+    @property
+    def weights_id(self) -> WeightsId:
+        """The weights, in this engine or without an engine."""
+        return WeightsId(self.info.name, self.weights.snapshot.file_id)
 
     def _keep_prefixes(self, prefixes: PrefixTiers | None, kv_identity: str) -> None:
         pool = _block_pool(self._core)
@@ -124,7 +136,8 @@ class ModelEngine:
     def vacate(self) -> None:
         """Free the pages, and drop the caches, of a model without requests; keep the engine.
 
-        Another model of the family may then be bound to the engine.
+        Another model of the family may then be bound to the engine. The weights stay in the pool as
+        unbound pages.
         """
         assert self.family
         self.drop_encoder_outputs()
@@ -136,9 +149,17 @@ class ModelEngine:
         self.preempt()
         self.kv.discard_dead()
         self.kv.unmap(self.kv.index.idle())
-        self.weights.evict()
-        self.weights.start_bytes = self.weights.num_bytes
-        self.worker.gates = None
+        if len(self.known_gates) == _MAX_KNOWN:
+            del self.known_gates[next(iter(self.known_gates))]
+        self.known_gates[self.weights_id] = self.worker.gates
+        self.weights.unbind(self.weights_id)
+        self.start_early(None)
+
+    def start_early(self, gates: LayerGates | None) -> None:
+        """Let steps begin before all weights are present, and wait at the gates; None: not."""
+        self.worker.gates = gates
+        whole_bytes = self.weights.num_bytes
+        self.weights.start_bytes = whole_bytes if gates is None else self.layer_ends[0]
 
     def bind(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -72,6 +73,13 @@ class Residency:
         """Add a model, whose pages this object then manages."""
         self.eviction.add(model)
         self._last_uses.add(model)
+
+    def vacate(self, name: str) -> None:
+        """Remove a model, whose engine another model will take over."""
+        model = self._models[name]
+        self._last_uses.pause(model)
+        model.vacate()
+        self.remove(name)
 
     def remove(self, name: str) -> None:
         """Remove a model, whose memory the caller frees."""
@@ -233,6 +241,11 @@ class Residency:
         model.kv.stop(Place.ARRIVING)
         self.eviction.stop_leaving()
 
+    def bind_piece(self, name: str) -> bool:
+        """Map a piece of weights that have stayed on the device; return whether more follows."""
+        model = self._models[name]
+        return model.weights.bind(model.weights_id, self.loads.pages_per_piece)
+
     def load_piece(self, name: str, current: str | None) -> bool:
         """Load a piece of weights, without pages of ``current``; return whether more can follow."""
         weights = self._models[name].weights
@@ -242,6 +255,20 @@ class Residency:
             self.eviction.wait_for(wanted)
         weights.load(min(wanted, self.pool.num_free))
         return 0 < weights.num_missing_pages < missing
+
+    def unbound_bytes(self) -> dict[str, int]:
+        """Return the bytes of weights that stay on the device without an engine, by model."""
+        found = defaultdict[str, int](int)
+        for owner, num_pages in self.pool.num_unbound().items():
+            found[owner.model] += num_pages * self._device.page_bytes
+        return dict(found)
+
+    def forget_unbound(self, model: str) -> bool:
+        """Give up weights that stay on the device without an engine; return whether there are."""
+        owners = [owner for owner in self.pool.num_unbound() if owner.model == model]
+        for owner in owners:
+            self.pool.forget(owner)
+        return bool(owners)
 
     def free_pages(self, num_pages: int) -> None:
         """Evict from any model until ``num_pages`` are free or no page can be evicted."""

@@ -76,7 +76,10 @@ class LoadOrder:
 
 
 class Loaded(NamedTuple):
-    """A loaded model, its self-check tokens, the problem with its snapshot, profile, and times."""
+    """A loaded model, its self-check tokens, the problem with its snapshot, profile, and times.
+
+    ``resident_bytes`` of the weights had stayed on the device.
+    """
 
     engine: ModelEngine
     self_check: tuple[int, ...]
@@ -84,6 +87,7 @@ class Loaded(NamedTuple):
     profile: Profile | None = None
     stages: LoadStages = LoadStages()
     engine_of: str = ""
+    resident_bytes: int = 0
 
 
 class KeptEngine(NamedTuple):
@@ -117,6 +121,7 @@ class EngineLoader:
     stages: StageClock = field(default_factory=StageClock, init=False)
     """The stages of the present load."""
     _check: Callable[[], None] = field(default=lambda: None, init=False)
+    _resident_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._before = self.driver_memory.outside_pages()
@@ -161,7 +166,9 @@ class EngineLoader:
             raise
         if not loaded.engine_of:
             engine.memory = self.driver_memory.taken_since(self._before)
-        return loaded._replace(profile=measured, stages=self.stages.so_far())
+        return loaded._replace(
+            profile=measured, stages=self.stages.so_far(), resident_bytes=self._resident_bytes
+        )
 
     def grammars_for(self, kept: ModelEngine, message: LoadModel) -> EngineGrammars | None:
         """Return the grammars of a model that can take over a kept engine, None if it cannot."""
@@ -320,6 +327,9 @@ class EngineLoader:
 
     def _checked(self, engine: ModelEngine) -> Generator[None, None, tuple[int, ...]]:
         """Bring the weights onto the device beside the turns, then run the self-check."""
+        while self.residency.bind_piece(engine.name):
+            yield
+        self._resident_bytes = engine.weights.mapped_bytes
         while self.residency.load_piece(engine.name, self.current()):
             yield
         self_check = yield from first_self_check(engine, self.residency, self.device)

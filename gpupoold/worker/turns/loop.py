@@ -395,6 +395,7 @@ class TurnLoop:
                     self.engines[message.model].end_isolation(message.request_id)
             case m.ForgetPrefixes():
                 self._forget_prefixes(message.model)
+                self.residency.forget_unbound(message.model)
             case m.PrefixPeer():
                 fd = self._channel.take_fd()
                 if self.own.prefixes is not None:
@@ -480,6 +481,7 @@ class TurnLoop:
                 loading=self.loads.progress(is_waited_for=self._waits_for_load),
                 unpinned_bytes=unpinned.num_bytes,
                 pinning_problem=unpinned.problem,
+                unbound_bytes=self.residency.unbound_bytes(),
             )
             self._channel.send(report)
 

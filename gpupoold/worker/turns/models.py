@@ -107,6 +107,7 @@ class DeviceModels:
             end.stages,
             end.engine_of,
             _digest(engine),
+            end.resident_bytes,
         )
         self.send(answer, (engine.weights.snapshot.fd,))
 
@@ -141,8 +142,7 @@ class DeviceModels:
         self.self_checks.forget(name)
         if kept_until_s and is_idle and engine.family and engine.weights.has_snapshot:
             self.close_kept()
-            engine.vacate()
-            self.residency.remove(name)
+            self.residency.vacate(name)
             self._kept = engine, kept_until_s
             return True
         self.residency.remove(name)

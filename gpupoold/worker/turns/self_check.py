@@ -2,7 +2,7 @@
 
 A pooling model answers with a sample of the numbers of its result, in millionths.
 
-The self-check of a new engine decides about *early starts*: turns that begin before all weights of
+The first self-check of a model decides about *early starts*: turns that begin before all weights of
 the model are present. At a load on a device with a link, the order of the model's attention layers
 is recorded in the self-check. Gates in this order are then checked: the self-check is repeated
 without some of the weights, which come back at the gates. Only a model with the right answers
@@ -191,7 +191,9 @@ def first_self_check(
         return (yield from run_self_check(engine, residency))
     with recorded_calls(engine.runner.compilation_config) as called:
         answer = yield from run_self_check(engine, residency)
-    if (gates := _gates_of(engine, called)) is not None:
+    if engine.weights_id in engine.known_gates:
+        engine.start_early(engine.known_gates.pop(engine.weights_id))
+    elif (gates := _gates_of(engine, called)) is not None:
         yield from _allow_early_start(engine, residency, device, gates, answer)
     return answer
 
@@ -283,7 +285,7 @@ def _allow_early_start(
                 return
     finally:
         stream.close()
-    engine.weights.start_bytes = engine.layer_ends[0]
+    engine.start_early(gates)
 
 
 def _gates_of(engine: ModelEngine, called: Sequence[str]) -> LayerGates | None:

@@ -16,12 +16,20 @@ def test_ls(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.add("b")
     place = SnapshotPlace(num_gpus=1, state="host", num_bytes=1, is_saved=True, nodes=[1])
     daemon.snapshot("a", is_pinned=True, snapshots=[place])
-    daemon.snapshot("b", state="none", is_saved=False, num_live=0, last_used_at=None)
+    daemon.snapshot(
+        "b",
+        state="none",
+        is_saved=False,
+        num_live=0,
+        last_used_at=None,
+        unbound_bytes={0: 15 << 30, 2: 1 << 20},
+    )
     lines = cli("cache", "ls").stdout.splitlines()
+    used_at = output.time_text(samples.AT).split()
     assert [line.split() for line in lines] == [
-        "NAME STATE NODE SIZE SAVED PINNED LIVE LAST-USED".split(),
-        ["a", "host", "1", "15", "GiB", "yes", "yes", "2", *output.time_text(samples.AT).split()],
-        "b none - 15 GiB - - 0 -".split(),
+        "NAME STATE NODE SIZE SAVED PINNED UNBOUND LIVE LAST-USED".split(),
+        ["a", "host", "1", "15", "GiB", "yes", "yes", "-", "2", *used_at],
+        "b none - 15 GiB - - 15 GiB on device 0, 1 MiB on device 2 0 -".split(),
         [],
         "host memory 15 GiB of 60 GiB".split(),
         "disk 15 GiB of 120 GiB".split(),

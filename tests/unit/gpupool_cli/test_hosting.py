@@ -30,9 +30,12 @@ def test_by_hand_and_back(daemon: FakeDaemon, cli: Cli) -> None:
 
 def test_an_engine_to_take_over(daemon: FakeDaemon, cli: Cli) -> None:
     info = samples.model("a")
-    usage = samples.usage(info, measured=True).model_copy(update={"engines": [], "slots": [0, 1]})
+    update = {"engines": [], "slots": [0, 1], "unbound_bytes": {0: 3 << 20, 1: 5 << 20}}
+    usage = samples.usage(info, measured=True).model_copy(update=update)
     daemon.add("a", usage=usage)
-    assert "none; takes over one of a fine-tune on device 0, 1;" in cli("show", "a").stdout
+    shown = cli("show", "a").stdout
+    assert "none; takes over one of a fine-tune on device 0, 1;" in shown
+    assert "3 MiB on device 0, 5 MiB on device 1" in shown
 
 
 @pytest.mark.parametrize("arguments", [("a",), ("a", "0", "--auto"), ("a", "x"), ("a", "2")])

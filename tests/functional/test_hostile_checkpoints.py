@@ -81,6 +81,8 @@ def test_later_additions_work_after_refused_ones(
     assert "num_hidden_layers is 1000000000, but the weights" in refusal(pool, deep).message
     nothing = copy(source, tmp_path / "nothing", rms_norm_eps=math.nan)
     assert "rms_norm_eps is nan, which is not a finite" in refusal(pool, nothing).message
+    narrow = copy(source, tmp_path / "narrow", num_key_value_heads=1, num_attention_heads=2)
+    assert "have a place in the model" in refusal(pool, narrow).message
     pipe = copy(source, tmp_path / "pipe")
     (pipe / "model.safetensors").unlink()
     os.mkfifo(pipe / "model.safetensors")

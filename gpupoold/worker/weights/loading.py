@@ -56,6 +56,7 @@ from gpupoold.worker.weights.tensors import (
     replace_storages,
     sharing,
 )
+from gpupoold.worker.weights.whole_tensors import whole_tensors
 
 # Bytes that the turn thread copies between two steps.
 _PIECE_BYTES = 32 << 20
@@ -182,6 +183,8 @@ class ModelLoad:
         is_unread = self.skips_checkpoint or self._snapshot is None
         with contextlib.ExitStack() as stack:
             stack.enter_context(reading_ahead())
+            if self.device.num_ranks == 1:
+                stack.enter_context(whole_tensors())
             if is_unread and may_be_in_place(config, *formats):
                 stack.enter_context(creating(config, self._place))
             elif self.device.num_ranks == 1:

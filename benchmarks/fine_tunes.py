@@ -4,6 +4,10 @@ Twenty models of one tiny architecture share an emulated device of 1.5 models, w
 engines; in a second part, five families have four fine-tunes each, and memory for six engines. All
 are added, asked in turn, and asked again after the worker has been killed. Each answer is compared
 with vLLM alone.
+
+In a third part two fine-tunes take turns in one engine, over a link that is as slow for their
+weights as an A10's is for those of a 7B: on a card of 1.5 models the weights are copied at each
+switch, on a card of 2.5 models they have stayed there.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from benchmarks.families.plain import PlainVllm
 from benchmarks.families.prompts import Prompt
 from benchmarks.private_daemon import PrivateDaemon, private_daemon
 from benchmarks.processes import module_of, processes
-from benchmarks.report import Figure, at_most, finish
+from benchmarks.report import Figure, at_least, at_most, finish
+from gpupoold.api.schemas import EngineInfo
 
 MAX_BIND_S = 0.1
 _ARCHITECTURES = ["llama", "qwen2", "qwen3", "mixtral"]
@@ -38,6 +43,10 @@ _NUM_TOKENS = 24
 _ROUNDS = 3
 _MAX_MODEL_LEN = 512
 _TIMEOUT_S = 120.0
+# A 7B in 16 bits, and an A10: bytes per second from host memory, bytes of a page, and seconds for
+# mapping a page, of which an H200 needs 42 to 60 us.
+_WEIGHT_BYTES, _LINK_BYTES_PER_S, _PAGE_BYTES, _MAP_S = 15.2e9, 24.5e9, 8 << 20, 60e-6
+_CARDS = {"copied": 1.5, "resident": 2.5}
 _PROCESSES = {
     "gpupoold": "daemon",
     "gpupoold.worker": "worker",
@@ -82,6 +91,12 @@ def main() -> int:
         of = f"{num_families}_{'family' if num_families == 1 else 'families'}"
         figures |= {f"{of}_{key}": figure for key, figure in make_figures(part)}
         parts[of] = part
+    with tempfile.TemporaryDirectory(prefix="gpupool-bench-") as name:
+        folder = Path(name)
+        [base] = make_checkpoints(folder, ["llama"], arguments.model_bytes)
+        paths = {name: fine_tune(base, folder / name, seed) for seed, name in enumerate("ab")}
+        parts["switching"] = switching(paths, folder)
+    figures |= dict(switching_figures(parts["switching"]))
     return finish(arguments.out, figures, **parts)
 
 
@@ -148,6 +163,57 @@ def run(paths: Mapping[str, Path], folder: Path, num_engines: int) -> dict[str, 
             for kind, num_bytes in used_bytes[-1].items()
         },
     }
+
+
+def switching(paths: Mapping[str, Path], folder: Path) -> dict[str, Any]:
+    """Return what was measured of fine-tunes that take turns in one engine, by size of the card."""
+    expected = dict(_alone(paths, folder / "plain.log"))
+    num_bytes = max(map(weight_bytes, paths.values()))
+    link = f"{int(num_bytes * _LINK_BYTES_PER_S / _WEIGHT_BYTES)}B/s"
+    measured: dict[str, Any] = {}
+    for name, share in _CARDS.items():
+        config = emulated_config(int(share * num_bytes), link=link)
+        with private_daemon(config, folder / name, server="frontends = 1") as daemon:
+            for number, (model, path) in enumerate(paths.items()):
+                daemon.add_model(model, path, dtype="float32", max_model_len=_MAX_MODEL_LEN)
+                if not number:
+                    limit_engines(daemon)
+            asked, engines = list[Asked](), list[EngineInfo]()
+            for model in [*paths] * (_ROUNDS + 1):
+                asked.append(_ask(daemon, model))
+                with daemon.client() as client:
+                    engines += [one for usage in client.ps().models for one in usage.engines]
+        del engines[: len(paths)]  # of the first answers
+        measured[name] = {
+            "num_differing": sum(one.token_ids != expected[one.model] for one in asked),
+            "answer_s": [one.took_s for one in asked],
+            "load_s": [engine.load.total_s for engine in engines],
+            "bind_s": [engine.load.total_s - engine.load.check_s for engine in engines],
+            "resident_bytes": [engine.resident_bytes for engine in engines],
+        }
+    return measured | {"weight_bytes": num_bytes, "link": link}
+
+
+def switching_figures(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """Yield the figures of switches between fine-tunes, and for a 7B on an A10 by its costs."""
+    copied, resident = part["copied"], part["resident"]
+    num_differing = copied["num_differing"] + resident["num_differing"]
+    yield "switching_answers_that_differ", at_most(num_differing, 0)
+    least_bytes = min(resident["resident_bytes"])
+    yield "switching_resident_bytes", at_least(least_bytes, part["weight_bytes"])
+    copied_s = median(copied["load_s"])
+    yield "switching_copied_load_p50_s", at_most(copied_s, float("inf"))
+    yield "switching_resident_load_p50_s", at_most(median(resident["load_s"]), copied_s / 2)
+    for name in _CARDS:
+        answer_s = median(part[name]["answer_s"][len(part[name]["answer_s"]) // 2 :])
+        yield f"switching_{name}_answer_p50_s", at_most(answer_s, float("inf"))
+    moves_s = {
+        "copied": _WEIGHT_BYTES / _LINK_BYTES_PER_S,
+        "resident": _WEIGHT_BYTES / _PAGE_BYTES * _MAP_S,
+    }
+    for name, move_s in moves_s.items():
+        bind_s = min(part["resident"]["bind_s"]) + move_s
+        yield f"modelled_7b_a10_{name}_s", at_most(bind_s, float("inf"))
 
 
 def make_figures(part: dict[str, Any]) -> Iterator[tuple[str, Figure]]:

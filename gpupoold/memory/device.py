@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
@@ -233,6 +233,11 @@ class Device(ABC):
     def unpin(self, address: int, num_bytes: int) -> None:  # noqa: B027
         """Undo a ``pin`` or ``pin_later`` of the same range, before the range is unmapped."""
 
+    def unpin_later(self, address: int, num_bytes: int, then: Callable[[], None]) -> None:
+        """Let a thread ``unpin`` a range, and then call ``then``, which may unmap the range."""
+        self.unpin(address, num_bytes)
+        then()
+
     def stage_far_memory(self) -> None:  # noqa: B027
         """Copy memory of other NUMA nodes through buffers from now on, instead of pinning it."""
 
@@ -242,6 +247,9 @@ class Device(ABC):
     def unpinned(self) -> Unpinned:
         """Return what host memory is not pinned."""
         return Unpinned()
+
+    def watch_unpinned(self, on_change: Callable[[], None]) -> None:  # noqa: B027
+        """Let any thread call ``on_change`` when ``unpinned`` has changed."""
 
     def wait_for_driver(self) -> None:  # noqa: B027
         """Wait as a launch of kernels does, for a modelled driver of an emulated device."""

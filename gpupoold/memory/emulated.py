@@ -35,6 +35,8 @@ _HOME = libc.MAP_SHARED | libc.MAP_POPULATE
 _PARALLEL_BYTES = 8 << 20
 _MAX_PAGES = 16384
 _TABLE_BYTES = 2 << 20  # with pages of 4 KiB
+# Time to unpin over the time to pin, as of the kernel's part: 14 ms of 43 for 1 GiB.
+_UNPIN_SHARE = 1 / 3
 
 
 def default_page_bytes(device_bytes: int) -> int:
@@ -86,7 +88,8 @@ class ModelledDriver:
         self._sizes[address] = num_bytes
 
     def unregister_host(self, address: int) -> None:
-        del self._sizes[address]
+        with self._locked():
+            time.sleep(_UNPIN_SHARE * self._sizes.pop(address) / self._bytes_per_s)
 
     def wait(self) -> None:
         """Wait as a launch does."""
@@ -251,12 +254,22 @@ class EmulatedDevice(Device):
         if self._pinned is not None:
             self._pinned.unpin(address, num_bytes)
 
+    def unpin_later(self, address: int, num_bytes: int, then: Callable[[], None]) -> None:
+        if self._pinned is None:
+            super().unpin_later(address, num_bytes, then)
+        else:
+            self._pinned.unpin_later(address, num_bytes, then)
+
     def set_live(self, is_live: bool) -> None:
         if self._pinned is not None:
             self._pinned.idle.set_live(is_live)
 
     def unpinned(self) -> Unpinned:
         return Unpinned() if self._pinned is None else self._pinned.unpinned
+
+    def watch_unpinned(self, on_change: Callable[[], None]) -> None:
+        if self._pinned is not None:
+            self._pinned.on_change = on_change
 
     def wait_for_driver(self) -> None:
         if self._driver is not None:

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,9 +31,11 @@ from gpupoold.memory.device import Copy, CopyStream, Direction, Unpinned, cut
 PIN_BYTES = 64 << 20
 
 # Beside live requests a piece is pinned in each interval, otherwise piece after piece, with a pause
-# in which others have a turn who wait for a lock.
+# in which others have a turn who wait for a lock. Memory is unpinned because somebody needs it:
+# beside live requests at most a fifth of the time goes to these calls.
 _LIVE_INTERVAL_S = 0.25
 _PAUSE_S = 0.001
+_UNPIN_PAUSES = 4
 
 # Buffers of a copy stream: two batches are under way, and one is being written.
 _NUM_BUFFERS = 3
@@ -70,6 +73,7 @@ class IdleLock:
         # A lock belongs to an opened file: the pinning thread has another than the turn loop.
         self._fds = [] if path is None else [os.open(path, flags, 0o600) for _ in range(2)]
         self._is_live = False
+        self._alone = threading.Lock()  # between threads of this process
 
     def set_live(self, is_live: bool) -> None:
         """Share the lock while requests are live; waits for a piece that is being pinned."""
@@ -81,12 +85,13 @@ class IdleLock:
 
     def try_alone(self) -> bool:
         """Take the lock alone unless another has the lock; ``release`` follows after True."""
-        if self._is_live:
+        if self._is_live or not self._alone.acquire(blocking=False):
             return False
         if self._fds:
             try:
                 fcntl.flock(self._fds[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                self._alone.release()
                 return False
         return True
 
@@ -94,6 +99,7 @@ class IdleLock:
         """Undo ``try_alone``."""
         if self._fds:
             fcntl.flock(self._fds[1], fcntl.LOCK_UN)
+        self._alone.release()
 
     def close(self) -> None:
         for fd in self._fds:
@@ -116,8 +122,8 @@ class _Range:
     last_use: int
     pinned_bytes: int = 0
     """Bytes from the start on that are registered."""
-    is_staged: bool = False
-    """True if the range is far, so that nothing is pinned."""
+    is_wanted: bool = True
+    """False if no further piece is to be pinned: the range is far, or is being unpinned."""
 
     @property
     def end(self) -> int:
@@ -127,7 +133,8 @@ class _Range:
 class PinnedMemory:
     """The host ranges that one driver context pins, for any thread.
 
-    A thread pins the ranges of ``pin_later``, the most recently used first.
+    A thread pins the ranges of ``pin_later``, the most recently used first, and before these unpins
+    the ranges of ``unpin_later``.
     """
 
     def __init__(self, driver: HostDriver, idle: IdleLock | None = None) -> None:
@@ -136,9 +143,12 @@ class PinnedMemory:
         """The node of memory for buffers."""
         self.stages_far = False
         """True if memory of other nodes is not to be pinned: copies through buffers are faster."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called by any thread when ``unpinned`` has changed."""
         self._driver = driver
         self._ranges: dict[int, _Range] = {}
         self._waiting: dict[int, _Range] = {}
+        self._leaving: deque[tuple[_Range, Callable[[], None]]] = deque()
         # Sorted starts and ends; replaced as a whole, since ``split`` takes no lock.
         self._registrations: tuple[list[int], list[int]] = [], []
         self._uses = itertools.count(1)
@@ -151,7 +161,7 @@ class PinnedMemory:
     @property
     def unpinned(self) -> Unpinned:
         """What is not pinned of all ranges."""
-        ranges = (held for held in list(self._ranges.values()) if not held.is_staged)
+        ranges = (held for held in list(self._ranges.values()) if held.is_wanted)
         missing = (held.num_bytes - held.pinned_bytes for held in ranges)
         return Unpinned(sum(missing), self._problem)
 
@@ -168,8 +178,8 @@ class PinnedMemory:
         held = self._hold(address, num_bytes)
         if self.stages_far:
             node = libc.most_used_node(address, num_bytes)
-            held.is_staged = libc.NO_NODE != node != self.numa_node
-        if not held.is_staged:
+            held.is_wanted = node in (libc.NO_NODE, self.numa_node)
+        if held.is_wanted:
             self._wait_for_idleness(held)
 
     def unpin(self, address: int, num_bytes: int) -> None:
@@ -178,20 +188,12 @@ class PinnedMemory:
         Raises:
             ValueError: the range is another.
         """
-        held = self._ranges.get(address)
-        if held is None or held.num_bytes != num_bytes:
-            raise ValueError(f"{num_bytes} bytes at {address:#x} are not pinned")
-        with self._registering:
-            self._waiting.pop(address, None)
-            starts, ends = self._registrations
-            first, last = bisect_left(starts, address), bisect_left(starts, held.end)
-            for start in starts[first:last]:
-                self._driver.unregister_host(start)
-            self._registrations = starts[:first] + starts[last:], ends[:first] + ends[last:]
-            del self._ranges[address]
-        with self._changed:
-            self._problem = ""
-            self._changed.notify()
+        self._unpin(self._leaving_range(address, num_bytes))
+
+    def unpin_later(self, address: int, num_bytes: int, then: Callable[[], None]) -> None:
+        """Let the thread ``unpin`` a range, and then call ``then``, which may unmap the range."""
+        held = self._leaving_range(address, num_bytes)
+        self._start_thread(lambda: self._leaving.append((held, then)))
 
     def split(self, address: int, num_bytes: int) -> Iterator[HostPart]:
         """Yield the parts of a host range, each within one registration or outside of all.
@@ -226,11 +228,26 @@ class PinnedMemory:
 
     def _hold(self, address: int, num_bytes: int) -> _Range:
         held = self._ranges[address] = _Range(address, num_bytes, -next(self._uses))
+        self.on_change()
+        return held
+
+    def _leaving_range(self, address: int, num_bytes: int) -> _Range:
+        """Return a range, of which no further piece is pinned."""
+        held = self._ranges.get(address)
+        if held is None or held.num_bytes != num_bytes:
+            raise ValueError(f"{num_bytes} bytes at {address:#x} are not pinned")
+        with self._registering:
+            self._waiting.pop(address, None)
+            held.is_wanted = False
+        self.on_change()
         return held
 
     def _wait_for_idleness(self, held: _Range) -> None:
+        self._start_thread(lambda: self._waiting.update({held.address: held}))
+
+    def _start_thread(self, add: Callable[[], None]) -> None:
         with self._changed:
-            self._waiting[held.address] = held
+            add()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="pinning", daemon=True)
                 self._thread.start()
@@ -238,35 +255,50 @@ class PinnedMemory:
 
     def _run(self) -> None:
         self._driver.bind_thread()
-        while (held := self._next()) is not None:
+        while self._has_work():
+            if self._leaving:
+                held, then = self._leaving.popleft()
+                try:
+                    self._unpin(held)
+                    then()
+                except Exception:
+                    _logger.exception("host memory cannot be unpinned, and stays mapped")
+                continue
+            waiting = list(self._waiting.values())
+            if not waiting:
+                continue
+            held = max(waiting, key=lambda held: held.last_use)
             if self.idle.try_alone():
                 try:
                     self._pin_piece(held)
                 finally:
                     self.idle.release()
                 time.sleep(_PAUSE_S)
-            elif not self._closes_within(_LIVE_INTERVAL_S):
+            elif not self._is_needed_within(_LIVE_INTERVAL_S):
                 self._pin_piece(held)
 
-    def _next(self) -> _Range | None:
-        """Wait for a range that can be pinned; return None at the end."""
+    def _has_work(self) -> bool:
+        """Wait for a range to be unpinned or pinned; return False at the end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_closed or bool(self._waiting and not self._problem)
+                lambda: (
+                    self._is_closed
+                    or bool(self._leaving)
+                    or bool(self._waiting and not self._problem)
+                )
             )
-            if self._is_closed:
-                return None
-            return max(list(self._waiting.values()), key=lambda held: held.last_use)
+            return bool(self._leaving) or not self._is_closed
 
-    def _closes_within(self, seconds: float) -> bool:
+    def _is_needed_within(self, seconds: float) -> bool:
+        """Wait for more urgent work than to pin; return False after so many seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_closed, seconds)
+            return self._changed.wait_for(lambda: self._is_closed or bool(self._leaving), seconds)
 
     def _pin_piece(self, held: _Range) -> bool:
         """Register the next piece of a range; return False if the driver refuses."""
         with self._registering:
-            if self._ranges.get(held.address) is not held:
-                return False  # unpinned meanwhile
+            if not held.is_wanted:
+                return False
             start = held.address + held.pinned_bytes
             length = min(PIN_BYTES, held.end - start)
             with suppress(OSError):  # the driver tells the lack of memory
@@ -280,6 +312,7 @@ class PinnedMemory:
                 self._problem = str(error)
                 return False
             held.pinned_bytes += length
+            self.on_change()
             if held.pinned_bytes == held.num_bytes:
                 self._waiting.pop(held.address, None)
             starts, ends = self._registrations
@@ -289,6 +322,37 @@ class PinnedMemory:
                 [*ends[:at], start + length, *ends[at:]],
             )
             return True
+
+    def _unpin(self, held: _Range) -> None:
+        """Unregister the pieces of a range, with pauses in which others have the locks."""
+        is_left = True
+        while is_left:
+            is_alone, started_s = self.idle.try_alone(), time.perf_counter()
+            try:
+                is_left = self._unpin_piece(held)
+            finally:
+                if is_alone:
+                    self.idle.release()
+            took_s = time.perf_counter() - started_s
+            time.sleep(_PAUSE_S if is_alone else max(_PAUSE_S, _UNPIN_PAUSES * took_s))
+        with self._changed:
+            del self._ranges[held.address]
+            self._problem = ""
+            self._changed.notify()
+
+    def _unpin_piece(self, held: _Range) -> bool:
+        """Unregister the last piece of a range; return whether there may be another."""
+        with self._registering:
+            starts, ends = self._registrations
+            last = bisect_left(starts, held.end) - 1
+            if last < 0 or starts[last] < held.address:
+                return False
+            self._driver.unregister_host(starts[last])
+            self._registrations = (
+                starts[:last] + starts[last + 1 :],
+                ends[:last] + ends[last + 1 :],
+            )
+            return starts[last] > held.address
 
     def _note_use(self, address: int) -> None:
         for held in list(self._waiting.values()):

@@ -446,12 +446,8 @@ class PeerCache:
         self.is_usable = True
 
     def _unmap(self) -> None:
-        try:
-            self._device.unpin(self._buffer.address, self._buffer.num_bytes)
-        except Exception:
-            _logger.exception("cannot unpin another worker's KV host cache, which stays mapped")
-        else:
-            self._buffer.close()
+        buffer = self._buffer
+        self._device.unpin_later(buffer.address, buffer.num_bytes, buffer.close)
 
 
 @dataclass(eq=False, slots=True)

@@ -322,12 +322,9 @@ class WeightMemory:
         """Unmap, release the addresses and this process's view of the snapshot."""
         self.stop()
         self.address_range.close()
-        if self._snapshot is not None:
-            self._device.unpin(self._snapshot.address, self._snapshot.num_bytes)
-            self._snapshot.close()
-        if self.own is not None:
-            self._device.unpin(self.own.address, self.own.num_bytes)
-            self.own.close()
+        for buffer in (self._snapshot, self.own):
+            if buffer is not None:
+                self._device.unpin_later(buffer.address, buffer.num_bytes, buffer.close)
 
     def _sources(self, pages: range) -> Iterator[tuple[range, int]]:
         """Yield ``pages`` in parts, each with the host address of its bytes."""

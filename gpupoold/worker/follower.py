@@ -264,6 +264,11 @@ def follow(rank: Rank, device: Device) -> None:
     memory = FollowerMemory(device, rank.rank, done)
     engines = FollowerEngines(device, memory, links.loads, rank.rank, done)
     receivers = (memory, memory.regions, engines)
+
+    def count_unpinned() -> None:
+        rank.unpinned[rank.rank] = device.unpinned().num_bytes
+
+    device.watch_unpinned(count_unpinned)
     links.orders.send((device.num_pages, *device.rank_nodes))
     for run in (engines.run_loads, lambda: run_files(links.files, receivers, done)):
         threading.Thread(target=_until_lost, args=(run,), daemon=True).start()

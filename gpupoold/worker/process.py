@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import logging
+import mmap
 import os
 import select
 import signal
@@ -158,13 +159,15 @@ class Followers:
 class Rank(NamedTuple):
     """This process's place in its group.
 
-    ``store`` is the empty file in which the ranks find each other. A leader has rank 0, the links
-    to each follower, and the followers' processes; a follower has its links to the leader.
+    ``store`` is the empty file in which the ranks find each other; ``unpinned`` is shared memory,
+    by rank, for the bytes of host memory that a follower has not pinned. A leader has rank 0, the
+    links to each follower, and the followers' processes; a follower has its links to the leader.
     """
 
     rank: int
     num_ranks: int
     store: Path
+    unpinned: memoryview
     links: tuple[RankLinks, ...]
     followers: Followers
 
@@ -176,8 +179,9 @@ def fork_ranks(num_ranks: int, leader_fds: list[int]) -> Rank:
     """
     followers = Followers()
     if num_ranks == 1:
-        return Rank(0, 1, Path(), (), followers)
+        return Rank(0, 1, Path(), memoryview(b""), (), followers)
     store = Path(f"/proc/self/fd/{os.memfd_create('gpupool-ranks')}")
+    unpinned = memoryview(mmap.mmap(-1, num_ranks * 8)).cast("Q")
     ours: list[RankLinks] = []
     for rank in range(1, num_ranks):
         pairs = [Link.pair() for _ in RankLinks._fields]
@@ -189,12 +193,12 @@ def fork_ranks(num_ranks: int, leader_fds: list[int]) -> Rank:
             for fd in leader_fds:
                 os.close(fd)
             links = RankLinks(*(other for _, other in pairs))
-            return Rank(rank, num_ranks, store, (links,), Followers())
+            return Rank(rank, num_ranks, store, unpinned, (links,), Followers())
         for _, other in pairs:
             other.close()
         ours.append(RankLinks(*(link for link, _ in pairs)))
         followers.pids.append(pid)
-    return Rank(0, num_ranks, store, tuple(ours), followers)
+    return Rank(0, num_ranks, store, unpinned, tuple(ours), followers)
 
 
 class GroupChannel(BlockingChannel[m.ToWorker]):

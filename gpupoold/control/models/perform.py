@@ -434,8 +434,15 @@ class Performer(ModelPart):
 
     async def _take_off(self, name: str) -> None:
         self._mounts.unmount(name)
-        unloads = (self._supervisor.unload(worker, name) for worker in self._supervisor.workers)
-        _raise_first(await asyncio.gather(*unloads, return_exceptions=True))
+        ends = (self._take_from(worker, name) for worker in self._supervisor.workers)
+        _raise_first(await asyncio.gather(*ends, return_exceptions=True))
+
+    async def _take_from(self, worker: Worker, name: str) -> None:
+        """Unload a model when the memory of its snapshot is unpinned and free."""
+        try:
+            await self._supervisor.drop_snapshot(worker, name)
+        finally:
+            await self._supervisor.unload(worker, name)
 
     def _workers_of(self, model: str, degree: int = 0) -> list[Worker]:
         """Return the workers that need the model's snapshot, of one degree or of all."""

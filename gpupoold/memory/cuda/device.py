@@ -234,6 +234,9 @@ class CudaDevice(Device):
     def unpinned(self) -> Unpinned:
         return self.pinned.unpinned
 
+    def watch_unpinned(self, on_change: Callable[[], None]) -> None:
+        self.pinned.on_change = on_change
+
     def unpin(self, address: int, num_bytes: int) -> None:
         """Unpin a range, after the copies started earlier have finished.
 
@@ -242,6 +245,10 @@ class CudaDevice(Device):
         """
         self.synchronize()
         self.pinned.unpin(address, num_bytes)
+
+    def unpin_later(self, address: int, num_bytes: int, then: Callable[[], None]) -> None:
+        self.synchronize()
+        self.pinned.unpin_later(address, num_bytes, then)
 
     def release_memory(self, runs: list[PageRun]) -> None:
         self._stale.remove_all()  # memory with a mapping would not become free

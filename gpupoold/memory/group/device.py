@@ -59,10 +59,12 @@ class GroupDevice(Device):
         files: Sequence[Link],
         num_pages: int,
         rank_nodes: Sequence[int],
+        unpinned: memoryview,
     ) -> None:
         """``files`` are links to threads that map and pin host memory.
 
-        ``num_pages`` is the least number of pages of a rank.
+        ``num_pages`` is the least number of pages of a rank; ``unpinned`` has the bytes that are
+        not pinned, by rank.
         """
         super().__init__()
         self._own = own
@@ -75,6 +77,7 @@ class GroupDevice(Device):
         self._streams = itertools.count(1)
         self.spent = own.spent
         self.num_pages, self.rank_nodes = num_pages, rank_nodes
+        self._unpinned = unpinned
         for name in _OWN:
             setattr(self, name, getattr(own, name))
         self.num_ranks = len(orders.links) + 1
@@ -156,17 +159,25 @@ class GroupDevice(Device):
         self._own.set_live(is_live)
 
     def unpinned(self) -> Unpinned:
-        """Return the leader's unpinned bytes, and the reason."""
-        return self._own.unpinned()
+        """Return a rank's unpinned bytes on average, and the leader's reason."""
+        own = self._own.unpinned()
+        return Unpinned((own.num_bytes + sum(self._unpinned[1:])) // self.num_ranks, own.problem)
 
     def wait_for_driver(self) -> None:
         self._own.wait_for_driver()
 
     def unpin(self, address: int, num_bytes: int) -> None:
+        self._close_shared(address)
+        self._own.unpin(address, num_bytes)
+
+    def unpin_later(self, address: int, num_bytes: int, then: Callable[[], None]) -> None:
+        self._close_shared(address)
+        self._own.unpin_later(address, num_bytes, then)
+
+    def _close_shared(self, address: int) -> None:
         number = self.regions.pop(address)
         if number is not None:
             self._send_files("close_region", number)
-        self._own.unpin(address, num_bytes)
 
     def close(self) -> None:
         self._own.close()
@@ -506,8 +517,7 @@ class FollowerMemory:
     def pin_host(self, number: int, buffer: HostBuffer) -> None:
         """Register a buffer as a region that owns the buffer, and is pinned in idle moments."""
         self._device.pin_later(buffer.address, buffer.num_bytes)
-        self.regions.add(number, buffer.address, functools.partial(self._unpin, buffer))
-
-    def _unpin(self, buffer: HostBuffer) -> None:
-        self._device.unpin(buffer.address, buffer.num_bytes)
-        buffer.close()
+        unpin = functools.partial(
+            self._device.unpin_later, buffer.address, buffer.num_bytes, buffer.close
+        )
+        self.regions.add(number, buffer.address, unpin)

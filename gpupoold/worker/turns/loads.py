@@ -310,8 +310,7 @@ class EngineLoader:
             message.kv_identity,
         )
         self.turns.call(self.residency.add, engine)
-        self.device.unpin(former.address, former.num_bytes)
-        former.close()
+        self.device.unpin_later(former.address, former.num_bytes, former.close)
         return engine
 
     def _try(self, engine: ModelEngine) -> tuple[int, ...]:

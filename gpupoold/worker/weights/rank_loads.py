@@ -363,5 +363,6 @@ def lead(rank: Rank, own: Device) -> tuple[Device, LoadLinks]:
     ranks += [links.orders.receive()[0] for links in rank.links]
     num_pages, nodes = zip(*ranks, strict=True)
     orders = OrderBook([links.orders for links in rank.links])
-    device = GroupDevice(own, orders, [links.files for links in rank.links], min(num_pages), nodes)
+    files = [links.files for links in rank.links]
+    device = GroupDevice(own, orders, files, min(num_pages), nodes, rank.unpinned)
     return device, LoadLinks([links.loads for links in rank.links], orders)

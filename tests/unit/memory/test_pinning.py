@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -283,6 +284,84 @@ class TestIdleMoments:
         assert driver.registrations == {}
         with pytest.raises(ValueError, match="not pinned"):
             memory.unpin(2 << 40, 600 * PAGE)
+
+
+class Clock:
+    """A clock in which each call of the driver takes 10 ms, and the pauses that were made."""
+
+    def __init__(self) -> None:
+        self.pauses_s: list[float] = []
+        self._now_s = 0.0
+
+    def perf_counter(self) -> float:
+        self._now_s += 0.01
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses_s.append(seconds)
+
+
+@pytest.mark.usefixtures("pieces")
+class TestUnpinning:
+    @pytest.mark.parametrize(("is_live", "pause_s"), [(False, 0.001), (True, 0.04)])
+    def test_a_piece_at_a_time_with_pauses_for_others(
+        self,
+        device: CudaDevice,
+        driver: FakeCuda,
+        monkeypatch: pytest.MonkeyPatch,
+        is_live: bool,
+        pause_s: float,
+    ) -> None:
+        device.pin(1 << 45, 16 * PAGE)
+        clock = Clock()
+        monkeypatch.setattr(pinning, "time", clock)
+        device.set_live(is_live)
+        driver.log.clear()
+        device.unpin(1 << 45, 16 * PAGE)
+        starts = [(1 << 45) + page * PAGE for page in (12, 6, 0)]
+        assert [at for call, at, _ in driver.log if call == "unregister_host"] == starts
+        assert clock.pauses_s == pytest.approx([pause_s] * 3)
+
+    def test_a_thread_unpins_before_others_may_unmap(
+        self, device: CudaDevice, driver: FakeCuda
+    ) -> None:
+        device.pin(1 << 45, 16 * PAGE)
+        left = list[dict[int, int]]()
+        device.unpin_later(1 << 45, 16 * PAGE, lambda: left.append(driver.registrations))
+        assert device.unpinned().num_bytes == 0
+        until(lambda: bool(left))
+        assert left == [{}]
+        with pytest.raises(ValueError, match="not pinned"):
+            device.unpin(1 << 45, 16 * PAGE)
+
+    def test_it_goes_before_pinning(
+        self, device: CudaDevice, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pinning, "_LIVE_INTERVAL_S", 600.0)
+        device.pin(1 << 45, 6 * PAGE)
+        device.set_live(True)
+        device.pin_later(1 << 46, 6 * PAGE)
+        unpinned = threading.Event()
+        device.unpin_later(1 << 45, 6 * PAGE, unpinned.set)
+        assert unpinned.wait(20)
+        assert driver.registrations == {}
+        device.unpin(1 << 46, 6 * PAGE)
+
+    def test_memory_that_cannot_be_unpinned_stays_mapped(
+        self, device: CudaDevice, driver: FakeCuda, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        device.pin(1 << 45, 6 * PAGE)
+        driver.fail_at["unregister_host"] = 1
+        device.unpin_later(1 << 45, 6 * PAGE, lambda: pytest.fail("unmapped"))
+        until(lambda: "stays mapped" in caplog.text)
+
+    def test_a_range_that_is_being_pinned(self, device: CudaDevice, driver: FakeCuda) -> None:
+        for _ in range(20):
+            device.pin_later(1 << 45, 60 * PAGE)
+            unpinned = threading.Event()
+            device.unpin_later(1 << 45, 60 * PAGE, unpinned.set)
+            assert unpinned.wait(20)
+            assert driver.registrations == {}
 
 
 def _ranges(driver: FakeCuda) -> list[tuple[int, int]]:

@@ -83,7 +83,7 @@ async def test_a_removal_does_not_wait_for_a_snapshot_that_is_being_read(
 ) -> None:
     reads = asyncio.Event()
 
-    async def read_for_ever(_: SnapshotId) -> None:
+    async def read_for_ever(_: SnapshotId, nodes: object) -> None:
         reads.set()
         await asyncio.sleep(FOR_EVER_S)
 

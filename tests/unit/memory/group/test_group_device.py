@@ -13,7 +13,7 @@ import pytest
 
 from gpupoold.errors import Failed
 from gpupoold.memory import libc
-from gpupoold.memory.device import AddressRange, Copy, Direction
+from gpupoold.memory.device import AddressRange, Copy, Direction, Unpinned
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.group.device import FollowerMemory, GroupDevice
 from gpupoold.memory.group.link import Link, OrderBook, OrderCount, RankLost, run_files, run_orders
@@ -36,7 +36,10 @@ class Pair:
         self.done = OrderCount()
         self.memory = FollowerMemory(self.follower, 1, self.done)
         self.orders = OrderBook([ours])
-        self.device = GroupDevice(self.leader, self.orders, [files], NUM_PAGES, (0, 1))
+        self.unpinned = memoryview(bytearray(16)).cast("Q")
+        self.device = GroupDevice(
+            self.leader, self.orders, [files], NUM_PAGES, (0, 1), self.unpinned
+        )
         self._links = (ours, files)
         self._threads = [
             threading.Thread(target=_until_closed, args=(run, link, self))
@@ -201,6 +204,12 @@ def test_slots_of_the_host_cache_are_each_ranks_own(pair: Pair) -> None:
     cache.unpin(pair.device)
     cache.close()
     mine.close()
+
+
+def test_bytes_that_a_follower_has_not_pinned_count(pair: Pair) -> None:
+    assert pair.device.unpinned() == Unpinned(0)
+    pair.unpinned[1] = 10
+    assert pair.device.unpinned() == Unpinned(5)
 
 
 def test_an_error_of_a_follower_reaches_the_caller(pair: Pair) -> None:

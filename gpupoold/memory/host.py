@@ -19,6 +19,7 @@ from gpupoold.memory import libc
 from gpupoold.memory.device import Device
 from gpupoold.memory.libc import NO_NODE, create_memfd
 from gpupoold.memory.slabs import Allocation, BlockPlace, SlabAllocator, slab_bytes_for
+from gpupoold.system.kernel_memory import create_sealed_memfd
 
 _POPULATED = libc.MAP_SHARED | libc.MAP_POPULATE
 # Bytes of a large buffer whose pages one of several threads allocates at a time.
@@ -74,15 +75,29 @@ class HostBuffer:
         self._is_open = True
 
     @classmethod
-    def create(cls, name: str, num_bytes: int, nodes: Sequence[int] = (NO_NODE,)) -> HostBuffer:
+    def create(
+        cls,
+        name: str,
+        num_bytes: int,
+        nodes: Sequence[int] = (NO_NODE,),
+        *,
+        is_populated: bool = True,
+    ) -> HostBuffer:
         """Create a zeroed buffer: the first of equal parts, each with pages of one of ``nodes``.
+
+        If not ``is_populated``, the kernel allocates pages when they are first used, and the caller
+        knows that there will be memory.
 
         Raises:
             OSError: the machine has too little free memory.
         """
         file_bytes = num_bytes * len(nodes)
-        fd = create_memfd(name, file_bytes, functools.partial(touch_pages, nodes=nodes))
-        return cls(fd, num_bytes)
+        if is_populated:
+            fd = create_memfd(name, file_bytes, functools.partial(touch_pages, nodes=nodes))
+            return cls(fd, num_bytes)
+        prefer = functools.partial(libc.prefer_nodes, nodes=nodes)
+        fd = create_sealed_memfd(name, file_bytes, prefer, is_allocated=False)
+        return cls(fd, num_bytes, is_populated=False)
 
     @property
     def file_id(self) -> tuple[int, int]:

@@ -94,22 +94,28 @@ def read_text(path: Path) -> str:
 
 
 def create_sealed_memfd(
-    name: str, num_bytes: int, populate: Callable[[int, int], None] | None = None
+    name: str,
+    num_bytes: int,
+    populate: Callable[[int, int], None] | None = None,
+    *,
+    is_allocated: bool = True,
 ) -> int:
     """Create a zeroed memfd with all pages allocated; children do not inherit the descriptor.
 
     The size is sealed, so no mapping can lose pages. ``populate`` may allocate the pages of a
-    descriptor and a number of bytes before the kernel does.
+    descriptor and a number of bytes before the kernel does. If not ``is_allocated``, the kernel
+    allocates pages when they are first used.
 
     Raises:
         OSError: no descriptor or memory is left.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        os.ftruncate(fd, num_bytes)
         if populate is not None:
-            os.ftruncate(fd, num_bytes)
             populate(fd, num_bytes)
-        os.posix_fallocate(fd, 0, num_bytes)
+        if is_allocated:
+            os.posix_fallocate(fd, 0, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(fd)

@@ -326,6 +326,9 @@ _SOURCES: tuple[tuple[str, str], ...] = (
     (_MEMORY, "vllm.config.VllmConfig.compute_hash"),
     (_MEMORY, "vllm.config.ModelConfig.compute_hash"),
     (_MEMORY, "vllm.compilation.caching.aot_compile_hash_factors"),
+    # The order in which modules are prepared, and the context around each of them.
+    (_LOADING, "vllm.model_executor.model_loader.utils.process_weights_after_loading"),
+    (_LOADING, "vllm.model_executor.model_loader.base_loader.BaseModelLoader.load_model"),
     # The blocks' states are followed through this queue, which sees every change.
     (_ENGINE, "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue"),
     (_ENGINE, "vllm.v1.core.block_pool.BlockPool.touch"),

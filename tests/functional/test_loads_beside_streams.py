@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
+from benchmarks.families.make import make_family
+from benchmarks.families.table import family_named
+from gpupoold.checkpoints.files import read_json
+from gpupoold.checkpoints.tiny import Recipe
 from gpupoold.domain import ModelName
+from gpupoold.units import parse_size_bytes
 from gpupoold.wire import messages as m
+from scripts.tiny_quantized import FORMATS, make_quantized
 from tests.functional.daemon_tools import weight_bytes
 from tests.functional.engine_peer import MAX_MODEL_LEN, EngineSet
 from tests.functional.worker_peer import WorkerPeer, encode_request
@@ -24,6 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS = {"one": list(range(5, 95)), "two": list(range(40, 61))}
 NUM_TOKENS = 150
 SHORT_TOKENS = 24
+# Requests that do not fit on a device beside the weights.
+LONG = {"gptq": 1 << 15, "awq": 1 << 15, "w4a16": 1 << 15, "w8a8": 1 << 14, "fp8-channel": 1 << 14}
 # The weights of a mixture of experts are not read in place: the load borrows pages.
 # vLLM makes its groups for experts with a process's first engine only, so that one comes first.
 KINDS = {"borrower": "tiny-mixtral", "streams": "tiny-llama", "other": "tiny-qwen3"}
@@ -197,22 +205,59 @@ def test_a_load_gets_the_pages_of_models_on_a_small_card(
         assert peer.tokens["one"] == alone["one"]
 
 
-@pytest.mark.parametrize("kind", ["tiny-qwen3", "tiny-mixtral"])
-def test_weights_that_are_read_in_place_take_no_pages(
-    card: WorkerPeer, tiny_models: dict[str, Path], tmp_path: Path, kind: str
+@pytest.fixture(scope="module")
+def deep_models(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Checkpoints of families and formats, whose layers are small beside the model."""
+    folder = tmp_path_factory.mktemp("deep")
+
+    def path_of(kind: str) -> Path:
+        if kind in FORMATS:
+            path = make_quantized(folder, kind, Recipe("llama", parse_size_bytes("10MB")))
+            file = path / "config.json"
+            file.write_text(json.dumps(read_json(file) | {"max_position_embeddings": LONG[kind]}))
+            return path
+        family = family_named(kind)
+        num_layers = 4 if "deepseek" in kind else 12
+        config = dict(family.config) | {"num_hidden_layers": num_layers}
+        return make_family(replace(family, config=config), folder)
+
+    return path_of
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("qwen3", "float32"),
+        ("qwen3-moe", "float32"),
+        ("deepseek-v2", "float32"),
+        ("gptq", "float16"),
+        ("w8a8", "float32"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("deepseek-v3", "float32"),
+                ("awq", "float16"),
+                ("w4a16", "bfloat16"),
+                ("fp8-channel", "float32"),
+            )
+        ),
+        ("gpt-neox", "float32"),
+    ],
+)
+def test_a_load_takes_no_pages_of_an_idle_model_before_its_self_check(
+    card: WorkerPeer, deep_models: Callable[[str], Path], kind: str, dtype: str
 ) -> None:
-    """A load that fails while it reads leaves the pages of an idle model, or has taken them."""
+    """A load that is refused after the read, but of the Transformers backend on a small device."""
     num_bytes = card.ready.facts.device_bytes
-    is_short = num_bytes < 2 * weight_bytes(tiny_models["tiny-llama"])
-    shutil.copytree(tiny_models[kind], tmp_path / kind)
-    weights = load_file(tmp_path / kind / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, tmp_path / kind / "model.safetensors")
+    path = deep_models(kind)
     ask_other(card, "streams")
     assert missing_bytes(card, "streams") == 0
-    send_load(card, "broken", tmp_path / kind)
-    assert "lacks tensors: model.norm.weight" in card.wait(m.ModelFailed).message
-    assert (missing_bytes(card, "streams") > 0) == (is_short and kind == "tiny-mixtral")
+    send_load(card, "long", path, dtype=dtype, max_model_len=LONG.get(kind, 4096))
+    assert "does not fit beside the weights" in card.wait(m.ModelFailed).message
+    is_short = num_bytes < weight_bytes(path) + card.loaded["streams"].weight_bytes
+    assert (missing_bytes(card, "streams") > 0) == (is_short and kind == "gpt-neox")
 
 
 def missing_bytes(peer: WorkerPeer, model: str) -> int:
@@ -241,15 +286,12 @@ def wait_loading(peer: WorkerPeer) -> None:
         peer.pump(1.0)
 
 
-def send_load(peer: WorkerPeer, name: str, path: Path, profiling_budget_s: float = 0.0) -> None:
+def send_load(
+    peer: WorkerPeer, name: str, path: Path, profiling_budget_s: float = 0.0, **options: Any
+) -> None:
     """Order a load without a change of the scheduler's accounts."""
-    model = m.ModelToLoad(
-        name=ModelName(name),
-        source=name,
-        path=str(path),
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
-    )
+    fields: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN}
+    model = m.ModelToLoad(name=ModelName(name), source=name, path=str(path), **(fields | options))
     peer.channel.send(m.LoadModel(model, profiling_budget_s=profiling_budget_s))
 
 

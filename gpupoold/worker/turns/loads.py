@@ -31,8 +31,14 @@ from gpupoold.worker.kv.residency import Residency
 from gpupoold.worker.profiling import profile
 from gpupoold.worker.threads import HEAP, TurnThread
 from gpupoold.worker.turns.self_check import first_self_check, is_same_answer
-from gpupoold.worker.weights.loading import ModelLoad, WeightSource, pages_for_torch
+from gpupoold.worker.weights.loading import (
+    ModelLoad,
+    WeightSource,
+    estimate_slots,
+    pages_for_torch,
+)
 from gpupoold.worker.weights.rank_loads import LeaderLoad, LoadLinks
+from gpupoold.worker.weights.reading import HostLoadFails
 from gpupoold.worker.weights.stages import LoadStage, StageClock
 
 _logger = logging.getLogger(__name__)
@@ -192,8 +198,11 @@ class EngineLoader:
         kept: KeptEngine | None = None,
     ) -> Loaded:
         if snapshot is None and kept is not None:
-            message, snapshot = self._make_snapshot(kept, message)
-            if message.layout_digest != kept.engine.layout_digest:
+            try:
+                message, snapshot = self._make_snapshot(kept, message)
+            except HostLoadFails:  # the engine is closed
+                kept = None
+            if kept is not None and message.layout_digest != kept.engine.layout_digest:
                 self.turns.call(kept.engine.close)
                 kept = None
         if snapshot is None:
@@ -236,29 +245,44 @@ class EngineLoader:
         return Loaded(engine, self._try(engine), problem)
 
     def _build(
-        self, message: LoadModel, snapshot: HostBuffer | None, name: str, *, skips_checkpoint: bool
+        self,
+        message: LoadModel,
+        snapshot: HostBuffer | None,
+        name: str,
+        *,
+        skips_checkpoint: bool,
+        why_on_device: str = "",
     ) -> ModelEngine:
-        load = self._new_load(message, snapshot, skips_checkpoint=skips_checkpoint)
-        self._before = self.driver_memory.outside_pages()
-        engine = load_engine(
-            message.model,
-            load,
-            self.host,
-            name,
-            self.prefixes,
-            # A snapshot that could not be used may be of other files than the checkpoint's.
-            message.kv_identity if snapshot is None or skips_checkpoint else "",
+        load = self._new_load(
+            message, snapshot, skips_checkpoint=skips_checkpoint, why_on_device=why_on_device
         )
+        self._before = self.driver_memory.outside_pages()
+        # A snapshot that could not be used may be of other files than the checkpoint's.
+        kv_identity = message.kv_identity if snapshot is None or skips_checkpoint else ""
+        try:
+            engine = load_engine(message.model, load, self.host, name, self.prefixes, kv_identity)
+        except HostLoadFails as error:
+            if skips_checkpoint:
+                raise
+            _logger.warning("%s: %s", message.model.name, error.message)
+            reason = error.message
+            return self._build(message, None, name, skips_checkpoint=False, why_on_device=reason)
         self.turns.call(self.residency.add, engine)
         return engine
 
     def _new_load(
-        self, message: LoadModel, snapshot: HostBuffer | None, *, skips_checkpoint: bool
+        self,
+        message: LoadModel,
+        snapshot: HostBuffer | None,
+        *,
+        skips_checkpoint: bool,
+        why_on_device: str = "",
     ) -> ModelLoad:
         model = message.model
         try:
             snapshot_bytes = snapshot.num_bytes if snapshot and skips_checkpoint else 0
             num_released = pages_for_torch(model, self.device, snapshot_bytes)
+            slot_bytes = estimate_slots(model)
             if not self.device.is_host_addressable:
                 self.turns.call(HEAP.collect)  # closed engines may hold torch's memory
         except BaseException:
@@ -274,6 +298,8 @@ class EngineLoader:
             self.residency.pool,
             WeightSource(snapshot, message.layout_digest, skips_checkpoint),
             num_released,
+            estimated_slot_bytes=slot_bytes,
+            why_on_device=why_on_device,
             make_room=self.residency.free_pages,
             turns=self.turns,
             stages=self.stages,
@@ -404,7 +430,7 @@ class LoadQueue:
         if not self._orders or self._orders[0].began_s is None:
             return None
         order, num_waiting = self._orders[0], len(self._orders) - 1
-        stage, is_held = self.loader.stages.stage.value, self.loader.turns.is_held or is_waited_for
+        stage, is_held = self.loader.stages.text, self.loader.turns.is_held or is_waited_for
         return LoadProgress(order.model, order.began_s or 0.0, stage, num_waiting, is_held)
 
     def _run(self, order: LoadOrder) -> None:

@@ -7,8 +7,7 @@ overlap, because one thread makes all loads of a process. Pages are changed by t
 from __future__ import annotations
 
 import contextlib
-import gc
-import traceback
+import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from gpupoold.errors import Refused, ServerError
 from gpupoold.memory.device import AddressRange, Device
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.kv_extents import in_whole_extents
+from gpupoold.memory.libc import check_available
 from gpupoold.memory.pages import PagePool, PageRun
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.units import format_bytes
@@ -39,13 +39,15 @@ from gpupoold.wire.messages import ModelToLoad
 from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.weights import tensors
 from gpupoold.worker.weights.reading import (
-    at_host,
-    creating,
-    is_plain,
-    may_be_in_place,
+    has_drafter,
+    on_host,
+    prepares_itself,
     reading_ahead,
+    stays_as_read,
+    why_on_device,
 )
 from gpupoold.worker.weights.stages import LoadStage, StageClock
+from gpupoold.worker.weights.staging import HostWeights, TorchRelease
 from gpupoold.worker.weights.tensors import (
     WeightLayout,
     copy_out,
@@ -54,7 +56,7 @@ from gpupoold.worker.weights.tensors import (
     plan_slots,
     relocate,
     replace_storages,
-    sharing,
+    tensors_of,
 )
 from gpupoold.worker.weights.whole_tensors import whole_tensors
 
@@ -124,13 +126,16 @@ class ModelLoad:
         source: WeightSource = _NO_SNAPSHOT,
         num_released_pages: int = 0,
         *,
+        estimated_slot_bytes: int = 0,
+        why_on_device: str = "",
         make_room: Callable[[int], None] = lambda num_pages: None,
         turns: TurnThread | None = None,
         stages: StageClock | None = None,
     ) -> None:
         """``turns`` is the owner of the pages; None if that is the calling thread.
 
-        ``make_room`` evicts models until so many pages are free, if possible.
+        ``make_room`` evicts models until so many pages are free, if possible. ``why_on_device`` is
+        the reason for reading all weights into device memory, if there is one beforehand.
         """
         self.name = name
         self.device = device
@@ -138,6 +143,8 @@ class ModelLoad:
         self._snapshot = source.snapshot
         self._snapshot_digest = source.digest
         self._num_released_pages = num_released_pages
+        self._estimated_slot_bytes = estimated_slot_bytes
+        self._why_on_device = why_on_device
         self._make_room = make_room
         self.skips_checkpoint = source.skips_checkpoint
         self.turns = turns or TurnThread()
@@ -150,13 +157,13 @@ class ModelLoad:
         self.family = ""
         self.slot_bytes = 0
         self._num_weight_pages = 0
-        self._in_place: frozenset[int] = frozenset()
-        """The host addresses of the parameters that vLLM reads straight into the snapshot."""
-
-    @property
-    def is_in_place(self) -> bool:
+        self.host = HostWeights(device, self._release_bytes)
+        self.is_on_host = False
+        """True if the weights are in host memory, but for those of a module at a time."""
+        self.is_in_place = False
         """True if the parameters are in the snapshot before vLLM reads the checkpoint."""
-        return bool(self._in_place)
+        self._former: HostBuffer | None = None
+        """A snapshot with the weights in the wrong places."""
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -164,7 +171,7 @@ class ModelLoad:
         _current.append(self)
         try:
             if self.device.num_ranks > 1:  # before other ranks begin
-                self.turns.call(self._release_pages)
+                self._release_all()
             yield
         except BaseException as error:
             self.turns.call(self._give_back)
@@ -175,39 +182,63 @@ class ModelLoad:
 
     @contextlib.contextmanager
     def reading(self, config: VllmConfig) -> Iterator[None]:
-        """Let vLLM load a model inside the context: in the snapshot, or in torch's memory.
+        """Let vLLM load a model inside the context: in the snapshot, or in other host memory.
 
-        Memory for torch is taken from the other models' pages.
+        If that is not possible, then in torch's memory, taken from the other models' pages.
         """
         formats = (SNAPSHOT_FORMAT,) if self.skips_checkpoint else _CHECKPOINTS
-        is_unread = self.skips_checkpoint or self._snapshot is None
+        is_alone = not has_drafter(config)
+        self.host.is_unread = self.skips_checkpoint and is_alone
+
+        def created(model: nn.Module, made: Collection[int]) -> None:
+            self._created(model, made, is_alone=is_alone)
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(reading_ahead())
             if self.device.num_ranks == 1:
                 stack.enter_context(whole_tensors())
-            if is_unread and may_be_in_place(config, *formats):
-                stack.enter_context(creating(config, self._place))
-            elif self.device.num_ranks == 1:
-                self.turns.call(self._release_pages)
+            if reason := self._why_on_device or why_on_device(config, *formats):
+                self._read_on_device(reason)
+            else:
+                if self._estimated_slot_bytes:
+                    self._release_bytes(self._estimated_slot_bytes)
+                show = self.host.show_on_device
+                stack.enter_context(on_host(config, created, show, self.host.on_device))
             yield
 
-    def _place(self, model: torch.nn.Module) -> None:
-        """Make the parameters of a model without weights views of the snapshot."""
-        empty = {
-            _address(parameter)
-            for parameter in model.parameters()
-            if parameter.device.type == "cpu"
-        }
-        on_host = sharing(model, empty)
+    def _read_on_device(self, reason: str) -> None:
+        """Let vLLM read the weights into memory that other models lend."""
+        self.stages.why_on_device = reason
+        if self.device.num_ranks == 1:  # else the leader has
+            self._release_all()
+
+    def _created(self, model: nn.Module, made: Collection[int], *, is_alone: bool) -> None:
+        """Keep the weights of a new model in host memory, in the snapshot if they stay as read."""
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        # A model that is too large is refused when the files agree with its configuration.
-        is_large = num_bytes >= self.device.num_pages * self.device.page_bytes
-        if is_large or not is_plain(model):
-            self.turns.call(self._release_pages)
+        reason = ""
+        if num_bytes >= self.device.num_pages * self.device.page_bytes:
+            reason = "it is too large"  # and refused when the files agree with its configuration
+        elif prepares_itself(model) or any(parameter.is_meta for parameter in model.parameters()):
+            reason = "vLLM prepares its weights while it reads them, or all together"
+        if reason:
+            self._read_on_device(reason)
             if not self.device.is_host_addressable:
-                replace_storages(on_host, _in_torch)
+                hosted = [
+                    one for one in tensors_of(model) if one.untyped_storage().data_ptr() in made
+                ]
+                replace_storages(hosted, _in_torch)
             return
-        made = replace_storages(on_host, self._as_on_device)
+        self.is_on_host = True
+        self.host.hold(model, made)
+        is_plain = is_alone and all(map(stays_as_read, model.modules()))
+        if is_plain and (self.skips_checkpoint or self._snapshot is None):
+            self._place(model)
+        elif not self.skips_checkpoint:
+            check_available(self.name, num_bytes)
+
+    def _place(self, model: nn.Module) -> None:
+        """Make the parameters of a model without weights views of the snapshot."""
+        self.host.show_on_device(model)
         layout = plan_layout(model)
         if self._snapshot is None:
             num_pages = -(-layout.num_bytes // self.device.page_bytes)
@@ -215,17 +246,8 @@ class ModelLoad:
                 self._snapshot = self._buffer("snapshot", num_pages)
         elif self._snapshot.num_bytes < layout.num_bytes:
             raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
-        first = self._snapshot.address
-        sources = {storage.data_ptr(): storage for storage in made}
-
-        def place(storage: torch.UntypedStorage) -> torch.Tensor:
-            address = first + layout.offsets[storage.data_ptr()]
-            if self.skips_checkpoint:
-                return host_bytes(address, storage.nbytes())
-            return at_host(address, sources[storage.data_ptr()])
-
-        replace_storages(on_host, place)
-        self._in_place = frozenset(map(_address, on_host))
+        first, self.is_in_place = self._snapshot.address, True
+        self.host.move(model, lambda address: first + layout.offsets[address])
 
     def take_weights(self, model: torch.nn.Module) -> None:
         """Move a loaded model's weights into the address range, through the host snapshot.
@@ -248,10 +270,10 @@ class ModelLoad:
         address_range = AddressRange(self.device, self._pool, self._num_weight_pages)
         self._hold(address_range, snapshot, own)
         if is_new:
-            copy_out(layout, snapshot.address, self.device, self._in_place)
+            self._copy_out(layout, snapshot)
         relocate(layout, address_range.address, self.device)
         if own is not None:
-            copy_out(slots, own.address, self.device)
+            copy_out(slots, own.address, self.device, {})
             relocate(slots, address_range.address + num_pages * page_bytes, self.device)
         self._reclaim()
         self._placed()
@@ -262,7 +284,7 @@ class ModelLoad:
         num_pages = -(-layout.num_bytes // self.device.page_bytes)
         self._check_fits(layout.num_bytes, num_pages)
         snapshot, _ = self._usable_snapshot(layout, num_pages)
-        copy_out(layout, snapshot.address, self.device, self._in_place)
+        self._copy_out(layout, snapshot)
         self._snapshot = None
         return snapshot
 
@@ -271,36 +293,34 @@ class ModelLoad:
         self._release.drop_garbage()
         self.turns.call(self._release.reclaim)
 
-    def _plan(self, model: torch.nn.Module) -> WeightLayout:
-        """Return the layout of a loaded model, whose parameters may be in the snapshot."""
-        if not self._in_place:
-            return plan_layout(model)
-        assert self._snapshot is not None
-        first = self._snapshot.address
-        in_place = sharing(model, self._in_place)
-        replace_storages(in_place, self._as_on_device)
+    def _plan(self, model: nn.Module) -> WeightLayout:
+        """Return the layout of a loaded model, whose weights may be in host memory."""
+        self.host.show_on_device(model)
         layout = plan_layout(model)
-        if all(layout.offsets.get(address) == address - first for address in self._in_place):
-            return layout
-        if self.skips_checkpoint:
-            raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
-        self.turns.call(self._release_pages)
-        replace_storages(in_place, _in_torch)
-        self._snapshot.close()
-        self._snapshot, self._in_place = None, frozenset()
-        return plan_layout(model)
+        if self.is_in_place:
+            assert self._snapshot is not None
+            first, offsets = self._snapshot.address, layout.offsets
+            if any(offsets.get(at) != at - first for at in self.host.storages):
+                if self.skips_checkpoint:
+                    raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
+                self._former, self._snapshot, self.is_in_place = self._snapshot, None, False
+        return layout
 
-    def _as_on_device(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the bytes of a storage as if they were on the device, where a plan finds them."""
-        return tensors.over(self.device, storage.data_ptr(), storage.nbytes())
+    def _copy_out(self, layout: WeightLayout, snapshot: HostBuffer) -> None:
+        """Write a new snapshot, and free the weights elsewhere in host memory."""
+        copy_out(layout, snapshot.address, self.device, self.host.storages)
+        os.posix_fallocate(snapshot.fd, 0, snapshot.num_bytes)
+        if self._former is not None:
+            self._former.close()
+            self._former = None
 
     def bring_weights(self) -> None:
-        """Make the weights resident for phases of the load that compute, unless read in place.
+        """Make the weights resident for phases of the load that compute, unless read on the host.
 
         Raises:
             OutOfPages: other models have the memory.
         """
-        if self.is_in_place:
+        if self.is_on_host:
             return
         assert self.weights is not None
         num_pages = max(1, _PIECE_BYTES // self.device.page_bytes)
@@ -319,12 +339,12 @@ class ModelLoad:
 
     @contextlib.contextmanager
     def weight_scratch(self) -> Iterator[None]:
-        """Make weights that were read in place accessible inside the context, as zeros.
+        """Make weights that were read on the host accessible inside the context, as zeros.
 
         The load computes there to compile, to tune kernels and to capture graphs, for which the
         values do not matter, so no pages are taken from other models.
         """
-        with self._scratch(self._weight_range if self.is_in_place else None):
+        with self._scratch(self._weight_range if self.is_on_host else None):
             yield
 
     @contextlib.contextmanager
@@ -366,10 +386,18 @@ class ModelLoad:
         self.kv_address_range = AddressRange(self.device, self._pool, num_pages)
         return tensors.over(self.device, self.kv_address_range.address, num_bytes)
 
-    def _release_pages(self) -> None:
+    def _release_all(self) -> None:
+        """Release pages for all weights to torch."""
+        self.turns.call(self._release_pages, self._num_released_pages)
+
+    def _release_bytes(self, num_bytes: int) -> None:
+        num_pages = -(-num_bytes // self.device.page_bytes)
+        self.turns.call(self._release_pages, min(num_pages, self._num_released_pages))
+
+    def _release_pages(self, num_pages: int) -> None:
         """Release pages to torch in one job, so that no model takes the freed pages before."""
-        self._make_room(self._num_released_pages)
-        self._release.release(self._num_released_pages)
+        self._make_room(num_pages)
+        self._release.release(num_pages)
 
     def _bring_piece(self, weights: WeightMemory, num_pages: int) -> None:
         self._make_room(num_pages)
@@ -403,14 +431,15 @@ class ModelLoad:
             raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
         if self._snapshot is not None:
             self._snapshot.close()
-        self._snapshot = self._buffer("snapshot", num_pages)
+        # Pages that weights in host memory leave are the pages of the snapshot.
+        self._snapshot = self._buffer("snapshot", num_pages, is_populated=not self.is_on_host)
         return self._snapshot, True
 
-    def _buffer(self, what: str, num_pages: int) -> HostBuffer:
+    def _buffer(self, what: str, num_pages: int, *, is_populated: bool = True) -> HostBuffer:
         """Return new memory; of a snapshot, rank 0's part."""
-        num_bytes = num_pages * self.device.page_bytes
+        name, num_bytes = f"gpupool-{what}-{self.name}", num_pages * self.device.page_bytes
         nodes = self.device.rank_nodes[: None if what == "snapshot" else 1]
-        return HostBuffer.create(f"gpupool-{what}-{self.name}", num_bytes, nodes)
+        return HostBuffer.create(name, num_bytes, nodes, is_populated=is_populated)
 
     def _check_fits(self, weight_bytes: int, num_pages: int) -> None:
         if num_pages >= self.device.num_pages:
@@ -433,6 +462,8 @@ class ModelLoad:
             self.weights.close()
         elif self._snapshot is not None:
             self._snapshot.close()
+        if self._former is not None:
+            self._former.close()
 
 
 class _KvAllocation(TorchFunctionMode):
@@ -456,10 +487,6 @@ class _KvAllocation(TorchFunctionMode):
         return func(*args, **options)
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _in_torch(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a copy of host memory in torch's memory on the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -472,79 +499,20 @@ def pages_for_torch(model: ModelToLoad, device: Device, snapshot_bytes: int = 0)
 
     ``snapshot_bytes`` are the bytes of the weights where the load does not read the checkpoint.
     """
-    path = Path(model.path)
-    weight_bytes = snapshot_bytes or _estimate_bytes(model, path)
-    if num := num_slots(model.engine):
-        bits = model_dtype_bits(model.dtype)
-        weight_bytes += estimate_slot_bytes(path, max_rank(model.engine), num, bits)
-    num_bytes = int(weight_bytes * (1 + _SLACK_SHARE)) + device.load_slack_bytes
-    return min(device.num_pages, -(-num_bytes // device.page_bytes))
+    weight_bytes = snapshot_bytes or _estimate_bytes(model, Path(model.path))
+    num_bytes = int((weight_bytes + estimate_slots(model)) * (1 + _SLACK_SHARE))
+    return min(device.num_pages, -(-(num_bytes + device.load_slack_bytes) // device.page_bytes))
+
+
+def estimate_slots(model: ModelToLoad) -> int:
+    """Estimate the bytes of the slots for a model's adapters."""
+    num, bits = num_slots(model.engine), model_dtype_bits(model.dtype)
+    return estimate_slot_bytes(Path(model.path), max_rank(model.engine), num, bits) if num else 0
 
 
 def _estimate_bytes(model: ModelToLoad, path: Path) -> int:
     info = check_checkpoint(path, allow_pickle=True, allow_remote_code=model.allow_remote_code)
     return estimate_weight_bytes(info, model.dtype, model.engine)
-
-
-class TorchRelease:
-    """Pages released to torch; ``reclaim`` reclaims the pages and may be called at any time.
-
-    vLLM builds a model in torch's memory before its weights move into gpupool's pages. On a GPU all
-    memory except a small reserve is pages, so the pages needed for the weights are released to
-    torch during the load and reclaimed afterwards. On an emulated device torch uses host memory,
-    but a load takes as many pages from the models as on a GPU.
-    """
-
-    def __init__(self, device: Device, pool: PagePool) -> None:
-        self._device = device
-        self._pool = pool
-        self._runs: list[PageRun] = []
-
-    @property
-    def has_pages(self) -> bool:
-        """True if torch has pages."""
-        return bool(self._runs)
-
-    def release(self, num_pages: int) -> None:
-        """Release ``num_pages`` to torch, or all free pages if fewer."""
-        assert not self._runs, "the pages released before have not been reclaimed"
-        runs = self._pool.allocate(min(num_pages, self._pool.num_free))
-        self._device.release_memory(runs)
-        self._runs = runs
-
-    def drop_garbage(self, failure: BaseException | None = None) -> None:
-        """Free the garbage of the load in torch's memory, before ``reclaim``.
-
-        The frames of ``failure`` keep a failed load's tensors alive and are cleared.
-        """
-        if failure is not None:
-            _clear_frames(failure)
-        gc.collect()  # without the objects from before the load, which are frozen
-        torch.cuda.empty_cache()
-
-    def reclaim(self) -> None:
-        """Reclaim the pages.
-
-        Raises:
-            CudaError: torch still has the memory; the worker should be restarted.
-        """
-        if not self._runs:
-            return
-        self._device.reclaim(self._runs)
-        self._pool.free(self._runs)
-        self._runs = []
-
-
-def _clear_frames(error: BaseException) -> None:
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        current = waiting.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        waiting += [current.__cause__, current.__context__]
 
 
 def register_snapshot_format() -> None:
@@ -568,9 +536,10 @@ class _SnapshotLoader(BaseModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fill all weights with zeros, so that post-processing meets no accidental infinities.
 
-        Weights that are in the snapshot stay.
+        Weights that are in the snapshot stay; large weights in host memory are not touched.
         """
-        if current_load().is_in_place:
+        load = current_load()
+        if load.is_in_place:
             return
         folder = Path(model_config.model)
         if type(model).__module__.startswith(_BACKEND):
@@ -579,7 +548,8 @@ class _SnapshotLoader(BaseModelLoader):
             loads.load_weights((entry.name, torch.zeros(entry.shape)) for entry in late)
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():
-                if name.rpartition(".")[2] not in _KV_SCALES:
+                is_scale = name.rpartition(".")[2] in _KV_SCALES
+                if not is_scale and not load.host.is_untouched(tensor.untyped_storage()):
                     tensor.zero_()
         if model_config.runner == "draft" and supports_any_eagle(model):
             for stored in _stored(folder):

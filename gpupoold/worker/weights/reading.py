@@ -1,10 +1,10 @@
-"""How vLLM reads weights: by several threads, and in place where that is possible.
+"""How vLLM reads weights: by several threads, and into host memory where that is possible.
 
-Weights in place are read straight into a host snapshot, without memory of the device. The
-checkpoint of an unquantised dense model holds the weights as the kernels read them. vLLM allocates
-the parameters of such a model empty; they become views of the snapshot before vLLM reads the
-checkpoint. A snapshot that exists already is not even written. All that vLLM computes, such as
-tables of rotary embeddings, it computes on the device, as without gpupool.
+vLLM allocates the parameters of a model empty, here in host memory, and reads the checkpoint into
+them. Small tensors that vLLM computes, such as tables of rotary embeddings, it computes on the
+device, as without gpupool. The checkpoint of an unquantized dense model holds the weights as the
+kernels read them: the parameters of such a model become views of the snapshot before vLLM reads the
+checkpoint, and a snapshot that exists already is not even written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -20,17 +20,19 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+from gpupoold.errors import ServerError
 from gpupoold.memory import libc
-from gpupoold.worker.weights.tensors import host_bytes
 
 # Smaller tensors may take part in computations on the device while the model is created.
-_LEAST_BYTES = 1 << 20
+LEAST_BYTES = 1 << 20
 # Threads that read a checkpoint, the bytes that each reads at a time, and all together ahead.
 _NUM_READERS = 4
 _READ_BYTES = 16 << 20
@@ -39,30 +41,52 @@ _AHEAD_BYTES = 512 << 20
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
-def may_be_in_place(config: VllmConfig, *load_formats: str) -> bool:
-    """Return whether the weights of a model may be read in place, as far as the settings tell."""
-    if config.load_config.load_format not in load_formats or config.load_config.device is not None:
-        return False
-    model = config.model_config
+class HostLoadFails(ServerError):
+    """vLLM cannot make or prepare a model whose weights are in host memory."""
+
+
+def why_on_device(config: VllmConfig, *load_formats: str) -> str:
+    """Return why a load needs device memory for all weights at once, as far as the settings tell.
+
+    Empty if the load needs memory for one module at a time.
+    """
+    model, load, drafts = config.model_config, config.load_config, config.speculative_config
+    has_own = has_drafter(config)
+    reasons = {
+        "vLLM has an own way to read its format": load.load_format not in load_formats
+        or load.device is not None
+        or model.quantization == "torchao",
+        "the ranks of a group read it side by side": config.parallel_config.world_size > 1,
+        "the Transformers backend of vLLM makes its weights": model.using_transformers_backend(),
+        "it has a drafter and adapters": has_own and config.lora_config is not None,
+        "its drafter computes while it is loaded": has_own and drafts.parallel_drafting,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def has_drafter(config: VllmConfig) -> bool:
+    """Return whether a model is loaded with another model, which drafts tokens."""
+    drafts = config.speculative_config
+    # Drafts of n-grams have the configuration of the model itself.
     return (
-        config.parallel_config.world_size == 1
-        and config.speculative_config is None
-        and config.lora_config is None
-        and model.quantization is None
-        and not (model.is_moe or model.use_mla or model.using_transformers_backend())
+        drafts is not None
+        and drafts.draft_model_config is not None
+        and (drafts.draft_model_config is not config.model_config)
     )
 
 
-def is_plain(model: nn.Module) -> bool:
-    """Return whether vLLM leaves all weights as they are in the checkpoint."""
-    if hasattr(model, "process_weights_after_loading"):
-        return False
-    for module in model.modules():
-        method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
-        is_plain = method is None or type(method) in _PLAIN
-        if not is_plain or (isinstance(weight, torch.Tensor) and _is_packed(weight)):
-            return False
-    return True
+def stays_as_read(module: nn.Module) -> bool:
+    """Return whether vLLM leaves a module's weights as they are in the checkpoint."""
+    if is_deferred_attention_layer(module):  # latent attention absorbs the projections it has
+        return next(module.parameters(), None) is None
+    method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
+    is_plain = method is None or type(method) in _PLAIN
+    return is_plain and not (isinstance(weight, torch.Tensor) and _is_packed(weight))
+
+
+def prepares_itself(model: nn.Module) -> bool:
+    """Return whether the class of a model prepares the weights of all modules together."""
+    return hasattr(model, "process_weights_after_loading")
 
 
 def _is_packed(weight: torch.Tensor) -> bool:
@@ -71,39 +95,71 @@ def _is_packed(weight: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def creating(config: VllmConfig, created: Callable[[nn.Module], None]) -> Iterator[None]:
+def on_host(
+    config: VllmConfig,
+    created: Callable[[nn.Module, Collection[int]], None],
+    loaded: Callable[[nn.Module], None],
+    on_device: Callable[[nn.Module, torch.device], contextlib.AbstractContextManager[nn.Module]],
+) -> Iterator[None]:
     """Let vLLM create models inside the context with empty parameters in host memory.
 
-    ``created`` is called with a model before its weights are read. One model is loaded at a time.
+    ``created`` is called with a model before its weights are read, and with the addresses of the
+    storages in host memory. vLLM prepares a module that it has read inside ``on_device``.
+    ``loaded`` is called before slots for adapters are made. One model is loaded at a time.
+
+    Raises:
+        HostLoadFails: torch cannot do with weights in host memory what vLLM asks for.
     """
-    create = BaseModelLoader.create_model
+    create, load = BaseModelLoader.create_model, BaseModelLoader.load_model
+    bring = loader_utils.device_loading_context
     device = torch.device(config.device_config.device)
 
     def create_on_host(loader: BaseModelLoader, *arguments: Any, **options: Any) -> nn.Module:
-        with device, _EmptyOnHost():
-            model = create(loader, *arguments, **options)
-        created(model)
+        with _failing():
+            with device, _EmptyOnHost() as made:
+                model = create(loader, *arguments, **options)
+            created(model, made.addresses)
         return model
 
+    def load_on_host(loader: BaseModelLoader, *arguments: Any, **options: Any) -> nn.Module:
+        model = load(loader, *arguments, **options)
+        if config.lora_config is not None:  # slots are where the weights seem to be
+            loaded(model)
+        return model
+
+    @contextlib.contextmanager
+    def prepare(module: nn.Module, target: torch.device) -> Iterator[nn.Module]:
+        with _failing(), on_device(module, target):
+            yield module
+
     BaseModelLoader.create_model = create_on_host  # type: ignore[method-assign]
+    BaseModelLoader.load_model = load_on_host  # type: ignore[method-assign]
+    loader_utils.device_loading_context = prepare
     config.load_config.device = "cpu"  # vLLM leaves weights there, and moves none for a check
     try:
         yield
     finally:
         BaseModelLoader.create_model = create  # type: ignore[method-assign]
+        BaseModelLoader.load_model = load  # type: ignore[method-assign]
+        loader_utils.device_loading_context = bring
         config.load_config.device = None
 
 
-def at_host(address: int, source: torch.UntypedStorage) -> torch.Tensor:
-    """Return host memory at ``address`` as the bytes of a storage, with what is in the storage."""
-    target = host_bytes(address, source.nbytes())
-    if not libc.is_untouched(source.data_ptr(), source.nbytes()):
-        target.copy_(torch.empty(0, dtype=torch.int8).set_(source))  # type: ignore[call-overload]
-    return target
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Turn errors of torch inside the context into HostLoadFails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise HostLoadFails(f"a load in host memory failed: {error}") from error
 
 
 class _EmptyOnHost(TorchFunctionMode):
     """A torch function mode that allocates large tensors without content in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[int] = set()
 
     def __torch_function__(
         self,
@@ -113,10 +169,13 @@ class _EmptyOnHost(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
-        if func is not torch.empty or options.get("device") is not None:
+        if func not in (torch.empty, torch.zeros) or options.get("device") is not None:
             return func(*args, **options)
         made = func(*args, **options | {"device": "cpu"})
-        return made if made.nbytes >= _LEAST_BYTES else func(*args, **options)
+        if made.nbytes < LEAST_BYTES:
+            return func(*args, **options)
+        self.addresses.add(made.data_ptr())
+        return made
 
 
 @contextlib.contextmanager

@@ -23,12 +23,17 @@ class LoadStage(StrEnum):
     PROFILE = "times steps"
 
 
+_ON_DEVICE = (LoadStage.BUILD, LoadStage.READ, LoadStage.SNAPSHOT)
+
+
 class StageClock:
     """The present stage of a load, which any thread may read, and the time of each stage."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` returns seconds."""
         self.stage = LoadStage.BUILD
+        self.why_on_device = ""
+        """Why the load needs device memory for all weights at once, if so."""
         self._clock = clock
         self._since_s = clock()
         self._stages = LoadStages()
@@ -60,6 +65,13 @@ class StageClock:
                 setattr(owner, name, function)
             else:
                 delattr(owner, name)
+
+    @property
+    def text(self) -> str:
+        """The present stage, and why the load takes pages of other models, if so."""
+        if not self.why_on_device or self.stage not in _ON_DEVICE:
+            return self.stage.value
+        return f"{self.stage.value} in device memory, because {self.why_on_device}"
 
     def so_far(self) -> LoadStages:
         """Return the time of each stage until now."""

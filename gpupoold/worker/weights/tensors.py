@@ -8,9 +8,11 @@ in the address range.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+import mmap
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from gpupoold.memory import libc
 from gpupoold.memory.device import Device
 
 _ALIGNMENT_BYTES = 256
@@ -185,24 +188,34 @@ def _layer_ends(layout: WeightLayout, order: NeedOrder) -> tuple[int, ...]:
 
 
 def copy_out(
-    layout: WeightLayout, snapshot_address: int, device: Device, written: Collection[int] = ()
+    layout: WeightLayout,
+    snapshot_address: int,
+    device: Device,
+    on_host: MutableMapping[int, Any],
 ) -> None:
     """Write the snapshot: each storage at its offset in host memory.
 
-    The storages at the addresses ``written`` are in the snapshot already.
+    ``on_host`` has the owner of each storage in host memory, which is perhaps the snapshot, and
+    loses the owners of storages that have been copied.
     """
-    done = set(written)
+    done = set()
     for tensor in layout.tensors:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in done:
+        source, num_bytes = storage.data_ptr(), storage.nbytes()
+        if source in done:
             continue
-        done.add(storage.data_ptr())
-        address = snapshot_address + layout.offsets[storage.data_ptr()]
-        if tensor.is_cuda:  # torch would copy across registrations, which CUDA refuses
-            device.copy_out(address, storage.data_ptr(), storage.nbytes())
-        else:
-            source = torch.empty(0, dtype=torch.int8).set_(storage)
-            host_bytes(address, storage.nbytes()).copy_(source)
+        done.add(source)
+        target = snapshot_address + layout.offsets[source]
+        owner = on_host.pop(source, None)
+        if tensor.is_cuda and owner is None:
+            # torch would copy across registrations, which CUDA refuses
+            device.copy_out(target, source, num_bytes)
+        elif source != target:
+            start = target - target % mmap.PAGESIZE
+            with contextlib.suppress(OSError):  # a kernel before 5.14
+                libc.populate(start, target + num_bytes - start)
+            host_bytes(target, num_bytes).copy_(host_bytes(source, num_bytes))
+        del owner
     device.synchronize()
 
 
@@ -243,11 +256,16 @@ def sharing(model: nn.Module, addresses: Collection[int]) -> list[torch.Tensor]:
 
     Buffers and plain attributes may be views of parameters, such as a mixer's ``conv_weights``.
     """
+    return [one for one in tensors_of(model) if one.untyped_storage().data_ptr() in addresses]
+
+
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return all tensors of a model's modules that have memory."""
     named = (*model.named_parameters(), *model.named_buffers(), *_leaves_of(model))
     return [
         one
         for _, one in named
-        if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() in addresses
+        if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr()
     ]
 
 

@@ -71,7 +71,7 @@ class Migrated:
         self.layout = tensors.plan_layout(model)
         num_pages = -(-self.layout.num_bytes // PAGE)
         snapshot = HostBuffer.create("test-snapshots", num_pages * PAGE)
-        tensors.copy_out(self.layout, snapshot.address, device)
+        tensors.copy_out(self.layout, snapshot.address, device, {})
         address_range = AddressRange(device, self.pool, num_pages)
         self.weights = WeightMemory(address_range, device, snapshot)
         tensors.relocate(self.layout, address_range.address, device)

@@ -18,6 +18,7 @@ from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.turns import loads
 from gpupoold.worker.turns.loads import EngineLoader, KeptEngine, LoadOrder
 from gpupoold.worker.turns.models import DeviceModels
+from gpupoold.worker.weights.reading import HostLoadFails
 
 
 @dataclass
@@ -145,6 +146,35 @@ def test_a_new_model_of_another_layout_gets_an_engine_of_its_own(
     loaded = loader._load(order_for("c").message, None, "c", kept)
     assert (loaded.engine_of, loaded.self_check) == ("", (1, 2))
     assert told == ["close a", "build new True"]
+
+
+@pytest.mark.parametrize("has_kept", [False, True])
+def test_a_load_that_fails_in_host_memory_is_made_in_device_memory(
+    told: list[str], monkeypatch: pytest.MonkeyPatch, has_kept: bool
+) -> None:
+    def build(model: object, load: Any, *_: object) -> PlayedEngine:
+        told.append(load.why_on_device or "on the host")
+        if not load.why_on_device:
+            raise HostLoadFails("no kernel")
+        return PlayedEngine("c", told)
+
+    device = EmulatedDevice(1 << 20)
+    residency: Any = SimpleNamespace(add=lambda _: None)
+    unused: Any = None
+    loader: Any = EngineLoader(device, unused, residency, TurnThread(), DriverMemory(device))
+    new_load = lambda *_, why_on_device="", **__: SimpleNamespace(why_on_device=why_on_device)  # noqa: E731
+    monkeypatch.setattr(loader, "_new_load", new_load)
+    monkeypatch.setattr(loader, "_try", lambda engine: (1, 2))
+    monkeypatch.setattr(loads, "load_engine", build)
+    monkeypatch.setattr(loads, "make_snapshot", lambda name, load, _: build(name, load))
+    config: Any = SimpleNamespace(vllm_config=None)
+    engine: Any = PlayedEngine("a", told)
+    kept = KeptEngine(engine, config) if has_kept else None
+    loaded = loader._load(order_for("c").message, None, "c", kept)
+    assert loaded.engine.name == "c"
+    own = ["on the host", "close a"] if has_kept else []
+    assert told == [*own, "on the host", "no kernel"]
+    device.close()
 
 
 def test_an_engine_does_not_stay_if_the_new_model_cannot_be_read(

@@ -24,9 +24,9 @@ from gpupoold.wire.messages import ModelToLoad  # noqa: E402
 from gpupoold.worker.weights import tensors  # noqa: E402
 from gpupoold.worker.weights.loading import (  # noqa: E402
     ModelLoad,
-    TorchRelease,
     pages_for_torch,
 )
+from gpupoold.worker.weights.staging import TorchRelease  # noqa: E402
 from gpupoold.worker.weights.tensors import copy_out, plan_layout  # noqa: E402
 from tests.unit.memory.fake_cuda import FakeCuda  # noqa: E402
 
@@ -182,7 +182,14 @@ class TestModelLoad:
     def test_a_failed_load_ends_its_loan(
         self, device: CudaDevice, pool: PagePool, driver: FakeCuda
     ) -> None:
-        config: Any = SimpleNamespace(load_config=SimpleNamespace(load_format="mistral"))
+        config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(
+                architecture="Made", quantization=None, using_transformers_backend=lambda: False
+            ),
+            load_config=SimpleNamespace(load_format="mistral", device=None),
+            parallel_config=SimpleNamespace(world_size=1),
+            speculative_config=None,
+        )
         load = ModelLoad("model", device, pool, num_released_pages=9)
 
         def build() -> None:
@@ -214,7 +221,7 @@ def test_an_snapshot_is_written_by_the_devices_own_copies(
     halves = (snapshot.address, PAGE), (snapshot.address + PAGE, 2 * PAGE)
     for half in halves:
         device.pin(*half)
-    copy_out(layout, snapshot.address, device)
+    copy_out(layout, snapshot.address, device, {})
     found = ctypes.string_at(snapshot.address, layout.num_bytes)
     assert found[: 2 * PAGE] == data
     assert found[2 * PAGE :][:8] == struct.pack("2f", 0.25, 4.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterator
@@ -17,11 +18,16 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from torch import nn  # noqa: E402
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: E402
 
-from gpupoold.memory.host import HostBuffer  # noqa: E402
 from gpupoold.memory.libc import is_untouched  # noqa: E402
-from gpupoold.worker.weights.reading import at_host, is_plain, may_be_in_place, read_ahead  # noqa: E402
-from gpupoold.worker.weights.tensors import replace_storages, sharing  # noqa: E402
+from gpupoold.worker.weights.reading import (  # noqa: E402
+    HostLoadFails,
+    on_host,
+    read_ahead,
+    stays_as_read,
+    why_on_device,
+)
 
 NUM = 4 << 20
 NAMES = [f"weight-{number}" for number in range(6)]
@@ -42,54 +48,18 @@ def test_memory_without_a_whole_page_may_have_been_used() -> None:
     assert not is_untouched(tensor.data_ptr(), tensor.nbytes)
 
 
-def test_values_that_are_there_before_the_read_are_kept() -> None:
-    model: Any = nn.Linear(512, 1024)
-    model.tied = nn.Parameter(model.weight.data.t())
-    expected, bias = model.weight.detach().clone(), model.bias.detach().clone()
-    snapshot = HostBuffer.create("snapshot", NUM)
-    used = 0
-
-    def place(storage: Any) -> Any:
-        nonlocal used
-        address, used = snapshot.address + used, used + -(-storage.nbytes() // 256) * 256
-        return at_host(address, storage)
-
-    model.register_buffer("rows", model.weight.data.view(2, 512, 512))  # as in a Mamba mixer
-    model.plain = [model.bias.data[:8]]
-    shared = sharing(model, {one.untyped_storage().data_ptr() for one in model.parameters()})
-    assert len(shared) == 5
-    former = replace_storages(shared, place)
-    assert len(former) == 2  # the tied parameter has the storage of the weight
-    assert torch.equal(model.weight, expected)
-    assert torch.equal(model.tied, expected.t())
-    assert torch.equal(model.bias, bias)
-    assert model.weight.data_ptr() == model.tied.data_ptr() == snapshot.address
-    with torch.no_grad():
-        model.weight[3, 4] = 7.0
-    assert model.tied[4, 3] == model.rows[0, 3, 4] == 7.0
-    assert model.plain[0].data_ptr() == model.bias.data_ptr()
-    replace_storages(
-        model.parameters(), lambda storage: torch.empty(storage.nbytes(), dtype=torch.int8)
-    )
-    snapshot.close()
-
-
-def test_a_model_with_a_step_of_its_own_after_the_read_is_not_plain() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    assert is_plain(model)
-    layer: Any = model[0]
+def test_modules_with_a_step_of_their_own_after_the_read() -> None:
+    layer: Any = nn.Linear(2, 2)
+    assert stays_as_read(layer)
     layer.quant_method = object()  # such as that of AWQ
-    assert not is_plain(model)
+    assert not stays_as_read(layer)
     layer.quant_method = None
-    assert is_plain(model)
-    own: Any = model
-    own.process_weights_after_loading = lambda: None
-    assert not is_plain(model)
+    assert stays_as_read(layer)
 
 
 def config(**changes: Any) -> Any:
     kind = SimpleNamespace(
-        quantization=None, is_moe=False, use_mla=False, using_transformers_backend=lambda: False
+        architecture="Made", quantization=None, using_transformers_backend=lambda: False
     )
     made = SimpleNamespace(
         model_config=kind,
@@ -104,25 +74,55 @@ def config(**changes: Any) -> Any:
     return made
 
 
+DRAFTER = SimpleNamespace(draft_model_config=object(), parallel_drafting=False)
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"load_config__load_format": "bitsandbytes"},
-        {"load_config__device": "cpu"},
-        {"parallel_config__world_size": 2},
-        {"speculative_config": object()},
-        {"lora_config": object()},
-        {"model_config__quantization": "fp8"},
-        {"model_config__is_moe": True},
-        {"model_config__use_mla": True},
-        {"model_config__using_transformers_backend": lambda: True},
+        ({"load_config__load_format": "bitsandbytes"}, "own way to read"),
+        ({"load_config__device": "cpu"}, "own way to read"),
+        ({"model_config__quantization": "torchao"}, "own way to read"),
+        ({"parallel_config__world_size": 2}, "ranks of a group"),
+        ({"model_config__using_transformers_backend": lambda: True}, "Transformers backend"),
+        ({"speculative_config": DRAFTER, "lora_config": object()}, "drafter and adapters"),
+        (
+            {
+                "speculative_config": SimpleNamespace(
+                    draft_model_config=object(), parallel_drafting=True
+                )
+            },
+            "drafter computes",
+        ),
+        ({"speculative_config": DRAFTER}, ""),
+        ({"lora_config": object()}, ""),
+        ({"model_config__quantization": "awq"}, ""),
     ],
-    ids=lambda changes: next(iter(changes)),
 )
-def test_weights_that_change_after_the_read_are_not_read_in_place(changes: Any) -> None:
-    assert may_be_in_place(config(), "auto")
-    assert not may_be_in_place(config(), "gpupool-snapshot")
-    assert not may_be_in_place(config(**changes), "auto")
+def test_some_loads_need_device_memory_and_say_why(changes: Any, reason: str) -> None:
+    assert why_on_device(config(), "auto") == ""
+    assert why_on_device(config(), "gpupool-snapshot")
+    found = why_on_device(config(**changes), "auto")
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_what_torch_cannot_do_in_host_memory_is_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = config(device_config=SimpleNamespace(device="cpu"))
+
+    def created(model: nn.Module, addresses: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(BaseModelLoader, "create_model", lambda *_: nn.Linear(2, 2))
+    loader: Any = object()
+    with (
+        pytest.raises(HostLoadFails, match="no kernel"),
+        on_host(made, created, lambda _: None, lambda module, _: contextlib.nullcontext(module)),
+    ):
+        BaseModelLoader.create_model(loader, made, made)
+    assert made.load_config.device is None
 
 
 def test_tensors_come_in_order_and_few_are_read_ahead(tmp_path: Path) -> None:

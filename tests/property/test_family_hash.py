@@ -27,6 +27,7 @@ from gpupoold.worker.engine.vllm_process import (
     forget_changed_files,
     share_compiled_code,
 )
+from scripts.tiny_drafter import make_calm, make_eagle, make_eagle3, make_mtp
 from tests.support.tiny_pooling import PoolingRecipe, make_pooling_checkpoint
 from tests.support.tiny_vision import VISION_FAMILIES, make_vision_checkpoint
 
@@ -37,10 +38,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 OTHERS = {"dtype": "float16", "max_model_len": 128, "quantization": "fp8", "revision": "x"}
 
 
-def config_of(path: Path, name: str, layout_digest: str) -> VllmConfig:
-    arguments = EngineArgs(model=str(path), served_model_name=[name], max_model_len=64)
-    share_compiled_code(str(path), layout_digest)
-    return arguments.create_engine_config()
+def config_of(path: Path, name: str, layout_digest: str, **options: Any) -> VllmConfig:
+    arguments = EngineArgs(model=str(path), served_model_name=[name], max_model_len=64, **options)
+    config = arguments.create_engine_config()
+    share_compiled_code(config, layout_digest)
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,56 @@ def test_each_field_of_the_configuration_matters(
     assert changed.compute_hash() != base.compute_hash(), name
     is_read = name not in UNREAD_FIELDS
     assert (family_hash(changed) != family_hash(base)) == is_read, name
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Folders with a model and its drafter, by method: the same files twice."""
+    folder, other = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    llama, qwen = (make_calm(folder, arch) for arch in ("llama", "qwen2"))
+    mimo = make_mtp(qwen)
+    drafters = {
+        "eagle": (llama, make_eagle(llama)),
+        "eagle3": (qwen, make_eagle3(qwen)),
+        "draft_model": (llama, llama),
+        "mtp": (mimo, mimo),
+    }
+    return {
+        method: {
+            "one": found,
+            "two": [
+                shutil.copytree(one, other / method / one.name, dirs_exist_ok=True) for one in found
+            ],
+        }
+        for method, found in drafters.items()
+    }
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model", "mtp"])
+def test_paths_of_drafters_do_not_matter(
+    base: VllmConfig, drafting: dict[str, dict[str, Any]], method: str
+) -> None:
+    """Of drafters in folders of their own; each field of their config.json matters."""
+    configs = []
+    for path, drafter in drafting[method].values():
+        drafts = {"method": method, "num_speculative_tokens": 3, "model": str(drafter)}
+        configs.append(config_of(path, "name", "layout", speculative_config=drafts))
+    one, two = configs
+    assert one.compute_hash() == two.compute_hash() != base.compute_hash()
+    assert one.speculative_config is not None
+    drafter = one.speculative_config.draft_model_config
+    written = read_json(Path(drafter.model) / "config.json")
+    numbers = {name: value for name, value in written.items() if type(value) in (int, float)}
+    assert len(numbers) > 5
+    for name, value in numbers.items():
+        changed = copy.copy(one)
+        changed.speculative_config = copy.copy(one.speculative_config)
+        changed.speculative_config.draft_model_config = other = copy.copy(drafter)
+        other.hf_config = copy.deepcopy(drafter.hf_config)
+        setattr(other.hf_config, name, 2 * value + 1)
+        assert changed.compute_hash() != one.compute_hash(), name
+    share_compiled_code(two, "other")
+    assert one.compute_hash() != two.compute_hash()
 
 
 @pytest.mark.parametrize("field", sorted(UNREAD_FIELDS))

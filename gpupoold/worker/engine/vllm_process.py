@@ -239,23 +239,33 @@ def forget_compiled(model: nn.Module) -> None:
             module.cleanup()
 
 
-def share_compiled_code(path: str, layout_digest: str) -> None:
-    """Let the model at ``path`` use compiled code of models of equal configuration and layout.
+def share_compiled_code(config: VllmConfig, layout_digest: str) -> None:
+    """Let a model use the compiled code of models of equal configuration and layout.
 
-    vLLM finds compiled code by a hash that contains the path of the checkpoint, so that each
-    fine-tune would be compiled anew. Weights are inputs of the code. The layout's digest replaces
-    the path: the digest covers shapes, fractions and host tensors of modules, which may be
-    constants of the code. vLLM's classes may come from the checkpoint: then the path stays.
+    vLLM finds compiled code by a hash that contains the path of the checkpoint, and of the
+    drafter's, so that each fine-tune would be compiled anew. Weights are inputs of the code. The
+    layout's digest replaces the paths: the digest covers shapes, fractions and host tensors of
+    modules, of the drafter too, which may be constants of the code. vLLM's classes may come from
+    the checkpoint: then the path stays.
     """
-    _layout_digests[path] = layout_digest
+    for model in _models_of(config):
+        _layout_digests[model.model] = layout_digest
     setattr(VllmConfig, "compute_hash", _family_hash)  # noqa: B010
 
 
 def _family_hash(config: VllmConfig, *arguments: Any, **options: Any) -> str:
-    digest = _layout_digests.get(config.model_config.model)
-    if digest is not None and not has_own_code(config.model_config):
+    models = _models_of(config)
+    digests = {_layout_digests.get(model.model) for model in models}
+    if len(digests) == 1 and (digest := digests.pop()) and not any(map(has_own_code, models)):
         config = _at(config, digest)
     return _vllm_hash(config, *arguments, **options)
+
+
+def _models_of(config: VllmConfig) -> list[ModelConfig]:
+    """Return the configurations of a model and of its drafter's model, if any."""
+    drafts = config.speculative_config
+    found = [config.model_config, None if drafts is None else drafts.draft_model_config]
+    return [model for model in found if model is not None]
 
 
 def family_hash(config: VllmConfig) -> str:
@@ -300,9 +310,27 @@ def has_own_code(model: ModelConfig) -> bool:
 
 
 def _at(config: VllmConfig, path: str) -> VllmConfig:
-    config, model = copy.copy(config), copy.copy(config.model_config)
-    config.model_config, model.model = model, path
+    """Return a configuration with another path of the model, and of its drafter."""
+    config = copy.copy(config)
+    config.model_config = copy.copy(config.model_config)
+    config.speculative_config = copy.copy(config.speculative_config)
+    if (drafts := config.speculative_config) is not None and drafts.draft_model_config is not None:
+        drafts.draft_model_config = drafter = copy.copy(drafts.draft_model_config)
+        for name in ("hf_config", "hf_text_config"):  # of EAGLE with the path
+            fields = json.loads(getattr(drafter, name).to_json_string())
+            setattr(drafter, name, _without_path(fields))
+    for model in _models_of(config):
+        model.model = path
     return config
+
+
+def _without_path(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration, and of configurations inside, without the path."""
+    return {
+        name: _without_path(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if name != "_name_or_path"
+    }
 
 
 def start_load(*, skips_checkpoint: bool) -> None:
@@ -447,7 +475,7 @@ class PooledMemory:
         with load.stages.during(LoadStage.SNAPSHOT):
             load.take_weights(whole_model(self.model_runner))
         assert load.layout is not None
-        share_compiled_code(self.model_config.model, load.layout.digest)
+        share_compiled_code(self.vllm_config, load.layout.digest)
 
     def determine_available_memory(self) -> int:
         """Return the KV budget of a model alone on the device: all memory without the weights."""

@@ -371,6 +371,8 @@ def check_compilers(versions: VersionFacts) -> Check:
 def _check_gpu(gpu: GpuFacts, index: int, daemon: DaemonFacts) -> Check:
     one, name = gpu.gpus[index], f"gpu {index}"
     found = f"{one.name}, {format_bytes(one.memory_bytes)}"
+    if one.has_display:
+        found += "; it has a display, so 1 GiB more than memory.reserve stays free"
     if one.is_mig:
         return fault(name, f"{found}; MIG is on", f"nvidia-smi -i {index} -mig 0")
     if not daemon.is_running and one.used_bytes > _USED_BY_OTHERS_SHARE * one.memory_bytes:

@@ -14,7 +14,7 @@ from gpupoold.domain import Folder
 class Gpu:
     """A GPU as NVML reports it; bytes include all processes on the GPU.
 
-    ``node`` is the NUMA node, None if the kernel names none.
+    ``node`` is the NUMA node, None if the kernel names none. ``has_display``: programs draw there.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Gpu:
     is_persistent: bool = True
     uuid: str = ""
     node: int | None = None
+    has_display: bool = False
 
 
 class PciPath(IntEnum):

@@ -12,7 +12,7 @@ import pynvml
 
 from gpupoold.doctor.facts import Gpu, GpuFacts, GpuLink, PciPath
 from gpupoold.memory import libc
-from gpupoold.system.nvml import connected
+from gpupoold.system.nvml import connected, has_display
 
 _CUDA_DRIVER = "libcuda.so.1"
 
@@ -71,6 +71,7 @@ def _gpu(nvml: Any, handle: object) -> Gpu:
         is_persistent=_known(nvml, True, is_persistent),
         uuid=str(_known(nvml, "", nvml.nvmlDeviceGetUUID, handle)),
         node=None if found == libc.NO_NODE else found,
+        has_display=has_display(handle, nvml),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
+from gpupoold.errors import Failed
 from gpupoold.memory.libc import NO_NODE, memcpy
 from gpupoold.memory.pages import PagePool, PageRun, WeightsId, as_ranges, split_runs
 
@@ -263,6 +264,25 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free all physical memory; every address range must have been released before."""
+
+
+def most_addressable(device: Device, num_pages: int) -> int:
+    """Return for how many pages addresses can be reserved now, at most ``num_pages``.
+
+    The driver of WSL cannot reserve 32 GiB on some machines (node-llama-cpp#580).
+
+    Raises:
+        Failed: not even the addresses of a page can be reserved.
+    """
+    while True:
+        try:
+            device.release(device.reserve(num_pages), num_pages)
+        except Failed:
+            if num_pages <= 1:
+                raise
+            num_pages //= 2
+        else:
+            return num_pages
 
 
 class AddressRange:

@@ -59,7 +59,8 @@ class Reading:
     Of a group, ``gpus`` has the readings of each GPU in the order of the ranks; the device has the
     mean utilisation, the highest temperature, and the sums of power, energy and memory.
     ``used_bytes`` counts all processes on the GPU. ``energy_j`` is a counter since some time before
-    the daemon's start. ``ordinal`` is the GPU of a reading, None for a group.
+    the daemon's start. ``ordinal`` is the GPU of a reading, None for a group. ``has_display``:
+    programs that draw take memory as they need it.
     """
 
     utilisation: float | None = None
@@ -69,6 +70,7 @@ class Reading:
     ordinal: int | None = None
     energy_j: float | None = None
     gpus: tuple[Reading, ...] = ()
+    has_display: bool = False
 
 
 NO_READING = Reading()
@@ -89,6 +91,7 @@ def of_group(readings: Sequence[Reading]) -> Reading:
         sum(used) if len(used) == count else None,
         energy_j=sum(energy) if len(energy) == count else None,
         gpus=tuple(readings),
+        has_display=any(reading.has_display for reading in readings),
     )
 
 
@@ -163,6 +166,14 @@ class GpuReadings:
         at_s, fault = max(known, default=(now_s, ""))
         return fault if now_s - at_s <= _FAULT_S else ""
 
+    async def first_of(self, number: int) -> Reading:
+        """Return a reading of a device as soon as there is one, after at most 2 s."""
+        for _ in range(round(_MOST_WAIT_S / _POLL_S)):
+            if not self._entries or self._read_at_s:
+                break
+            await asyncio.sleep(_POLL_S)
+        return self.of(number)
+
     def refresh(self) -> None:
         """Read the GPUs once; returns only when the driver has answered."""
         began_s = self._clock()
@@ -188,13 +199,14 @@ class GpuReadings:
 
     def _run(self) -> None:
         has_logged = False
-        while not self._stopped.wait(self._interval_s):
+        while not self._stopped.is_set():
             try:
                 self.refresh()
             except Exception:  # an error of the driver's bindings must cost only a gauge
                 if not has_logged:
                     _logger.exception("reading GPUs failed")
                 has_logged = True
+            self._stopped.wait(self._interval_s)
 
     def _find_handles(self) -> None:
         """Look for handles of devices without one, at a limited rate."""
@@ -253,6 +265,7 @@ class GpuReadings:
             None if used_bytes is None else int(used_bytes),
             ordinal,
             None if energy_mj is None else energy_mj * _JOULES_PER_MILLIJOULE,
+            has_display=has_display(handle, nvml),
         )
 
     def _temperature(self, handle: Any) -> float:
@@ -316,6 +329,15 @@ class _FaultWatch:
         with contextlib.suppress(self._nvml.NVMLError):
             return tuple(self._nvml.nvmlDeviceGetRemappedRows(self._handle)[1:])
         return ()
+
+
+def has_display(handle: Any, nvml: Any = pynvml) -> bool:
+    """Return whether a GPU has a monitor, or memory for a display; False if NVML does not tell."""
+    for read in (nvml.nvmlDeviceGetDisplayActive, nvml.nvmlDeviceGetDisplayMode):
+        with contextlib.suppress(nvml.NVMLError):
+            if read(handle) == nvml.NVML_FEATURE_ENABLED:
+                return True
+    return False
 
 
 @contextmanager

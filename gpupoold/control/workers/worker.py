@@ -34,9 +34,12 @@ from gpupoold.wire import messages as m
 _logger = logging.getLogger(__name__)
 
 # Left free beside the reserve after a first lack of device memory, doubled after each further one
-# up to an eighth of the memory of the pages.
+# up to an eighth of the memory of the pages, and halved for each hour without one.
 _FIRST_SPARE_BYTES = 512 << 20
 _SPARE_DIVISOR = 8
+_CALM_S = 3600.0
+# Left free beside the reserve for the programs that draw on a GPU with a display.
+_DISPLAY_BYTES = 1 << 30
 
 Load = asyncio.Future[tuple[m.ModelLoaded, int | None]]
 """The answer to an order to load, with a descriptor of the snapshot; done if nobody waits."""
@@ -68,6 +71,8 @@ class WorkerProcess(Supervised[m.FromWorker]):
         self._may_run.set()
         self._is_parking = False
         self._spare_bytes = 0
+        self._lacked_at_s = 0.0
+        self._clock = timing.clock
 
     @property
     def is_excused(self) -> bool:
@@ -138,11 +143,14 @@ class WorkerProcess(Supervised[m.FromWorker]):
             self._drop_kv_host()  # the memory itself may be at fault
         worker.state, worker.has_come_up = "starting", False
         worker.has_loaded = False
+        self._spare_less()
+        reading = await self._gpu_readings.first_of(worker.number)
+        spare_bytes = self._spare_bytes + (_DISPLAY_BYTES if reading.has_display else 0)
         fds = {"--activity-fd": self._activity_fd, "--kv-host-fd": worker.kv_host_fd}
         return await Child.start(
             self.name,
             module_of(worker.device),
-            arguments_of(self._settings, worker.number, self._spare_bytes),
+            arguments_of(self._settings, worker.number, spare_bytes),
             m.FromWorker,
             self.log_path,
             fd_options={name: fd for name, fd in fds.items() if fd is not None},
@@ -176,7 +184,16 @@ class WorkerProcess(Supervised[m.FromWorker]):
         most_bytes = ready.facts.device_bytes // self._worker.device.num_gpus // _SPARE_DIVISOR
         wanted_bytes = max(_FIRST_SPARE_BYTES, 2 * before)
         self._spare_bytes = max(before, min(wanted_bytes, most_bytes))
+        self._lacked_at_s = self._clock()
         return self._spare_bytes > before
+
+    def _spare_less(self) -> None:
+        """Halve what stays free for each hour since the latest lack: others may have ended."""
+        num_hours = int((self._clock() - self._lacked_at_s) / _CALM_S)
+        self._lacked_at_s += num_hours * _CALM_S
+        self._spare_bytes >>= num_hours
+        if self._spare_bytes < _FIRST_SPARE_BYTES:
+            self._spare_bytes = 0
 
     async def _note_end(self, death: Death) -> bool:
         """Report the end; an end is excused if the worker came up and is not at fault."""

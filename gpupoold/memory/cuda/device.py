@@ -106,7 +106,20 @@ class CudaDevice(Device):
         return self._driver.memory_info()[0]
 
     def reserve(self, num_pages: int) -> int:
-        return self._driver.reserve_addresses(num_pages * self.page_bytes, self.page_bytes)
+        """Reserve addresses.
+
+        Raises:
+            Failed: the driver has too few addresses left, as WSL's.
+        """
+        num_bytes = num_pages * self.page_bytes
+        try:
+            return self._driver.reserve_addresses(num_bytes, self.page_bytes)
+        except CudaError as error:
+            if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+            what = f"the GPU's driver cannot reserve {format_bytes(num_bytes)} of addresses"
+            hint = "lower memory.engines, so that fewer models have engines"
+            raise Failed(f"{what}: {error}", hint) from error
 
     def release(self, address: int, num_pages: int) -> None:
         self._stale.remove_at(address, num_pages * self.page_bytes)

@@ -28,7 +28,7 @@ from gpupoold.checkpoints.files import TensorEntry, read_tensors
 from gpupoold.checkpoints.survey import estimate_weight_bytes, model_dtype_bits
 from gpupoold.engine_options.names import max_rank, num_slots
 from gpupoold.errors import Refused, ServerError
-from gpupoold.memory.device import AddressRange, Device
+from gpupoold.memory.device import AddressRange, Device, most_addressable
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.kv_extents import in_whole_extents
 from gpupoold.memory.libc import check_available
@@ -372,8 +372,9 @@ class ModelLoad:
         """
         assert self.layout is not None, "weights are loaded before KV is sized"
         page_bytes = self.device.page_bytes
-        num_bytes = (self.device.num_pages - self._num_weight_pages) * page_bytes
-        return in_whole_extents(num_bytes, page_bytes, strides)
+        wanted = self.device.num_pages - self._num_weight_pages
+        num_pages = self.turns.call(most_addressable, self.device, wanted)
+        return in_whole_extents(num_pages * page_bytes, page_bytes, strides)
 
     def kv_allocation(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which vLLM's KV buffer is an address range of the pool."""

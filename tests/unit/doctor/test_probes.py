@@ -90,6 +90,8 @@ class Nvml:
             "nvmlDeviceGetName": "H100",
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, used=GIB),
             "nvmlDeviceGetPersistenceMode": 0,
+            "nvmlDeviceGetDisplayActive": 0,
+            "nvmlDeviceGetDisplayMode": 1,
             "nvmlDeviceGetUUID": "GPU-1",
             "nvmlDeviceGetPciInfo": SimpleNamespace(busId="00000000:FF:1F.0"),
         }
@@ -99,7 +101,9 @@ class Nvml:
 class TestGpu:
     def test_what_nvml_tells(self) -> None:
         nvml = Nvml()
-        gpu = Gpu("H100", 80 * GIB, GIB, is_mig=False, is_persistent=False, uuid="GPU-1")
+        gpu = Gpu(
+            "H100", 80 * GIB, GIB, is_mig=False, is_persistent=False, uuid="GPU-1", has_display=True
+        )
         assert gpu_facts(nvml) == GpuFacts("", "580.65", (13, 1), (gpu,))
         assert not nvml.is_open
 

@@ -69,6 +69,8 @@ class FakeCuda(CudaDriver):
     ) -> None:
         self.total_bytes = total_bytes
         self.taken_bytes = taken_bytes
+        self.most_reserved_bytes = 1 << 60
+        """The largest reservation of addresses, as of WSL's driver."""
         self.calls: Counter[str] = Counter()
         self.log: list[tuple[str, int, int]] = []
         self.fail_at: dict[str, int] = {}  # call → which one of them fails, from 1
@@ -181,6 +183,8 @@ class FakeCuda(CudaDriver):
 
     def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
         with self._called("reserve_addresses", 0, num_bytes):
+            if num_bytes > self.most_reserved_bytes:
+                raise CudaError("reserve", "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
             return self._tables.reserve(num_bytes, alignment)
 
     def free_addresses(self, address: int, num_bytes: int) -> None:

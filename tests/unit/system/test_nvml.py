@@ -13,7 +13,7 @@ import pytest
 
 from gpupoold.config.machine import visible_entry
 from gpupoold.config.sections import DeviceSettings
-from gpupoold.system.nvml import NO_READING, GpuReadings, Reading
+from gpupoold.system.nvml import NO_READING, GpuReadings, Reading, has_display
 
 UUIDS = ("GPU-aa11-0", "GPU-ab22-1", "GPU-cc33-2")
 
@@ -25,6 +25,7 @@ class FakeNvml:
     NVMLError_FunctionNotFound = pynvml.NVMLError_FunctionNotFound
     NVML_ERROR_NOT_FOUND = pynvml.NVML_ERROR_NOT_FOUND
     NVML_TEMPERATURE_GPU = pynvml.NVML_TEMPERATURE_GPU
+    NVML_FEATURE_ENABLED = pynvml.NVML_FEATURE_ENABLED
     nvmlEventTypeXidCriticalError = pynvml.nvmlEventTypeXidCriticalError
 
     def __init__(self) -> None:
@@ -33,6 +34,8 @@ class FakeNvml:
         self.event_sets: list[list[int]] = []
         self.failing: dict[str, Exception] = {}
         self.num_inits = 0
+        self.active: set[int] = set()  # GPUs with memory for a display
+        self.connected: set[int] = set()  # GPUs with a monitor
 
     def _may_fail(self, name: str) -> None:
         if name in self.failing:
@@ -98,6 +101,13 @@ class FakeNvml:
         self._may_fail("nvmlDeviceGetTotalEnergyConsumption")
         return 5_000_000 + handle
 
+    def nvmlDeviceGetDisplayActive(self, handle: int) -> int:
+        self._may_fail("nvmlDeviceGetDisplayActive")
+        return int(handle in self.active)
+
+    def nvmlDeviceGetDisplayMode(self, handle: int) -> int:
+        return int(handle in self.connected)
+
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
         self._may_fail("nvmlDeviceGetMemoryInfo")
         return SimpleNamespace(total=1000, used=100 + handle)
@@ -135,6 +145,27 @@ def readings_of(
 def test_entry_that_names_a_cuda_device(visible: str | None, index: int, entry: str | None) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert visible_entry(index, environment) == entry
+
+
+async def test_a_gpu_with_a_display_is_known_before_a_worker_starts() -> None:
+    nvml = FakeNvml()
+    nvml.active, nvml.connected = {0}, {1}
+    readings = readings_of(nvml, 0, 1, 2)
+    readings.start()
+    found = [(await readings.first_of(number)).has_display for number in range(3)]
+    assert found == [True, True, False]
+    readings.stop()
+
+
+async def test_no_gpu_no_display() -> None:
+    assert not (await readings_of(FakeNvml()).first_of(0)).has_display
+
+
+def test_a_display_is_not_known_to_all_gpus() -> None:
+    nvml = FakeNvml()
+    nvml.connected = {0}
+    nvml.failing["nvmlDeviceGetDisplayActive"] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    assert [has_display(handle, nvml) for handle in range(2)] == [True, False]
 
 
 def test_values_come_in_base_units() -> None:

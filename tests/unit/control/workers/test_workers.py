@@ -21,6 +21,7 @@ from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.errors import Failed, TimedOut
 from gpupoold.system.activity import Activity, ActivityPage, ThreadPhase
+from gpupoold.system.nvml import Reading
 from gpupoold.system.process import OUT_OF_DEVICE_MEMORY_STATUS
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import AsyncChannel
@@ -180,9 +181,36 @@ async def test_after_a_lack_of_device_memory_more_of_the_gpu_stays_free(rig: Rig
         )
     (await rig.runs(3)).end(OUT_OF_DEVICE_MEMORY_STATUS)
     assert (await rig.dies(4)).reason == "out of device memory"
-    played = await rig.runs(4)
-    told = played.arguments[played.arguments.index("--spare-bytes") + 1]
-    assert told == str(5 << 28)
+    assert spare_of(await rig.runs(4)) == 5 << 28
+
+
+@pytest.mark.parametrize("device", [{"kind": "cuda"}])
+async def test_less_stays_free_again_after_hours_without_a_lack(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.process._backoff._max_s = 0.0
+    for number in range(2):
+        (await rig.runs(number)).end(OUT_OF_DEVICE_MEMORY_STATUS)
+    assert spare_of(await rig.runs(2)) == 1 << 30
+    clock = rig.process._lacked_at_s
+    for number, (hours, spare) in enumerate([(0.9, 1 << 30), (1.1, 1 << 29), (2.1, 0)], 2):
+        monkeypatch.setattr(rig.process, "_clock", lambda hours=hours: clock + hours * 3600)
+        rig.played[number].end(-signal.SIGKILL)
+        assert spare_of(await rig.runs(number + 1)) == spare
+
+
+@pytest.mark.parametrize("device", [{"kind": "cuda"}])
+async def test_more_stays_free_on_a_gpu_with_a_display(rig: Rig) -> None:
+    async def first_of(number: int) -> Reading:
+        return Reading(has_display=True)
+
+    rig.supervisor.gpu_readings.first_of = first_of  # type: ignore[method-assign]
+    (await rig.runs(0)).end(-signal.SIGKILL)
+    assert spare_of(await rig.runs(1)) == 1 << 30
+
+
+def spare_of(played: Played) -> int:
+    return int(played.arguments[played.arguments.index("--spare-bytes") + 1])
 
 
 async def test_calls_have_a_limit(rig: Rig) -> None:

@@ -11,6 +11,7 @@ from gpupoold.errors import Failed
 from gpupoold.memory.cuda import device as cuda
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaError
+from gpupoold.memory.device import most_addressable
 from gpupoold.memory.host import HostBuffer
 from gpupoold.memory.pages import PageRun
 from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE, in_thread, mapped, page_of
@@ -424,6 +425,25 @@ class TestNuma:
 
     def test_a_device_the_kernel_names_no_node_for(self, device: CudaDevice) -> None:
         assert device.rank_nodes == (-1,)
+
+
+class TestAddresses:
+    @pytest.mark.parametrize(("wanted", "limit", "found"), [(40, 64, 40), (40, 10, 10), (9, 1, 1)])
+    def test_as_many_as_the_driver_has(
+        self, device: CudaDevice, driver: FakeCuda, wanted: int, limit: int, found: int
+    ) -> None:
+        driver.most_reserved_bytes = limit * PAGE
+        assert most_addressable(device, wanted) == found
+
+    def test_a_load_fails_without_any(self, device: CudaDevice, driver: FakeCuda) -> None:
+        driver.most_reserved_bytes = 0
+        with pytest.raises(Failed, match=r"cannot reserve 4 KiB of addresses: .*out of memory"):
+            most_addressable(device, 40)
+
+    def test_another_error_ends_the_process(self, device: CudaDevice, driver: FakeCuda) -> None:
+        driver.fail_at["reserve_addresses"] = 1
+        with pytest.raises(CudaError):
+            device.reserve(1)
 
 
 class TestLending:

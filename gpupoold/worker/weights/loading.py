@@ -195,7 +195,7 @@ class ModelLoad:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(reading_ahead())
-            if self.device.num_ranks == 1:
+            if config.parallel_config.world_size == 1:
                 stack.enter_context(whole_tensors())
             if reason := self._why_on_device or why_on_device(config, *formats):
                 self._read_on_device(reason)

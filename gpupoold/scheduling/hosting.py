@@ -9,14 +9,14 @@ engines are evicted for others, first those whose model has another device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpupoold.scheduling.events import Hostable
 from gpupoold.scheduling.observed import LASTING_S
 from gpupoold.scheduling.rules import ReasonName
-from gpupoold.scheduling.state import State
+from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 
 LATE_IDLE_S = 60.0
@@ -29,7 +29,18 @@ HOSTABLE_PERIOD_S = 5.0
 """Seconds between looks at devices that could become homes; policies plan homes as often."""
 
 SHARED_S = 5.0
-"""Seconds after which an engine in use goes on to the requests of another fine-tune."""
+"""Least seconds in use of an engine whose requests are all late, or that goes to a model whose
+requests have waited for ``STARVING_S``.
+"""
+
+STARVING_S = 20.0
+"""Seconds after which requests get an engine in use, however urgent its own requests are."""
+
+_LEAST_GAIN_S = 1.0
+"""Seconds by which the requests of an engine in use are less urgent than those that get it."""
+
+_MOST_SILENT_S = 30.0
+"""The longest use of an engine that fine-tunes share, without a token of requests from before."""
 
 _PROMPT_TOKENS = 256
 
@@ -41,7 +52,10 @@ class HostingReason(ReasonName):
     NEEDED = "needed", "no other device in service had the model"
     HOME = "home", "the planned home of the model, by the arrivals of the last minutes"
     LATE = "late", "requests would have been late on the other devices"
-    SHARED = "shared", "requests waited, and a fine-tune had used the engine for some seconds"
+    SHARED = (
+        "shared",
+        "its requests were more urgent than those of the engine's model",
+    )
     SPARE = "spare", "the device had memory for the engine"
 
 
@@ -54,7 +68,8 @@ class HostedEngine:
     use, and ``is_home`` whether the model's requests are planned for this device. Its end frees
     ``freed_bytes``, which is less than ``num_bytes`` if the engine was charged with memory that all
     engines share. A model of the same ``layout`` can take the engine over. An engine in use goes
-    only to a model of the same ``family``, after ``served_s`` with its present model.
+    only to a model of the same ``family``; its present model has had the engine for ``served_s``,
+    and needs the engine in ``slack_s``, as of :func:`slack_of`.
     """
 
     model: str
@@ -68,6 +83,7 @@ class HostedEngine:
     layout: str = ""
     family: str = ""
     served_s: float = 0.0
+    slack_s: float = 0.0
 
     @property
     def gain_bytes(self) -> int:
@@ -108,8 +124,9 @@ class HostingModel:
     ``need_bytes`` is the expected memory of its engine by device. ``is_wanted`` is false while the
     model was evicted and has no requests. ``home`` is the device planned for its requests. The GPUs
     of the ``undivided`` devices cannot share the model equally. ``layouts`` are those of the
-    snapshots in host memory, by device. ``is_next``: of the models of its ``family`` whose requests
-    have no engine, this has waited for the longest time.
+    snapshots in host memory, by device. If its requests have no engine, their next token is due in
+    ``slack_s``; ``is_starving``: they have waited for ``STARVING_S``, and for the longest time in
+    their ``family``.
     """
 
     name: str
@@ -121,7 +138,8 @@ class HostingModel:
     undivided: frozenset[int] = frozenset()
     layouts: Mapping[int, str] | None = None
     family: str = ""
-    is_next: bool = False
+    slack_s: float = math.inf
+    is_starving: bool = False
 
     def need(self, device: int) -> int:
         return (self.need_bytes or {}).get(device, 0)
@@ -137,9 +155,11 @@ class EngineWaits:
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}
 
-    def is_next(self, name: str, now_s: float, is_rival: Callable[[str], bool]) -> bool:
-        """Note that a model waits; return whether no rival has waited for longer."""
+    def is_starving(self, name: str, now_s: float, is_rival: Callable[[str], bool]) -> bool:
+        """Note that a model waits; return whether the wait is long, and no rival's is longer."""
         since_s = self._since_s.setdefault(name, now_s)
+        if now_s - since_s < STARVING_S:
+            return False
         earlier = (other for other, other_s in self._since_s.items() if other_s < since_s)
         return not any(map(is_rival, earlier))
 
@@ -167,7 +187,7 @@ def choose(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hostin
     ]
     if model.fixed:
         fitting = [
-            device for device in lacking if _victims(model, device, HostingReason.FIXED) is not None
+            device for device in lacking if victims(model, device, HostingReason.FIXED) is not None
         ]
         return [
             HostingChoice(device.number, HostingReason.FIXED) for device in _sorted(model, fitting)
@@ -199,37 +219,35 @@ def _first(
         (candidate for candidate in candidates if is_hosted and candidate.number == model.home),
         None,
     )
-    if home is not None and _victims(model, home, HostingReason.HOME) is not None:
+    if home is not None and victims(model, home, HostingReason.HOME) is not None:
         return [HostingChoice(home.number, HostingReason.HOME)]
     if is_hosted and not model.is_late:
         return []
     reason = HostingReason.LATE if is_hosted else HostingReason.NEEDED
     fitting = [
-        candidate for candidate in candidates if _victims(model, candidate, reason) is not None
+        candidate for candidate in candidates if victims(model, candidate, reason) is not None
     ]
-    if not (is_hosted or fitting) and model.is_next:
+    if not (is_hosted or fitting) and model.family:
         reason = HostingReason.SHARED
         fitting = [
-            candidate for candidate in candidates if _victims(model, candidate, reason) is not None
+            candidate for candidate in candidates if victims(model, candidate, reason) is not None
         ]
     if is_hosted:  # a busy device would not help
         fitting = [device for device in fitting if not device.num_requests and not device.num_loads]
     return [HostingChoice(device.number, reason) for device in _sorted(model, fitting)[:1]]
 
 
-def victims(
-    device: HostingDevice, num_bytes: int, reason: HostingReason, layout: str = "", family: str = ""
-) -> list[str] | None:
-    """Return the models whose engines make place for ``num_bytes``, the least useful first.
+def victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -> list[str] | None:
+    """Return the models whose engines make place for a model's engine, the least useful first.
 
-    A single engine of ``layout``, if given, is enough, because it is taken over. Empty if there is
+    A single engine of the model's layout is enough, because it is taken over. Empty if there is
     enough memory, None if too little can be freed. Engines chosen by hand and busy engines stay,
-    except that the ``SHARED`` engine of a ``family`` leaves if no idle engines are enough. A
+    except that the ``SHARED`` engine of the family leaves if no idle engines are enough. A
     spare engine replaces no other. A planned home replaces only engines of models that have another
     home, and another device or no use for ``HOME_IDLE_S``; late requests replace only engines of
     models that have another device and were not used for ``LATE_IDLE_S``.
     """
-    short_bytes = device.short_bytes(num_bytes)
+    short_bytes, layout = device.short_bytes(model.need(device.number)), layout_on(model, device)
     if not short_bytes:
         return []
     leaving = [engine for engine in device.engines.values() if _may_leave(engine, reason)]
@@ -246,19 +264,61 @@ def victims(
             short_bytes -= engine.gain_bytes
     if short_bytes <= 0:
         return chosen
-    holder = shared(device, family) if reason is HostingReason.SHARED else ""
+    holder = shared(model, device) if reason is HostingReason.SHARED else ""
     return [holder] if holder else None
 
 
-def shared(device: HostingDevice, family: str) -> str:
-    """Return the model whose engine in use goes to requests of the ``family``, empty if none."""
+def shared(model: HostingModel, device: HostingDevice) -> str:
+    """Return the holder of an engine in use that goes to requests of ``model``, empty if none.
+
+    The engine that its requests need last, if those are less urgent. Else, for a model that
+    starves, the engine in use for longest.
+    """
     engines = [
-        (engine.served_s, engine.model)
+        engine
         for engine in device.engines.values()
-        if family and engine.family == family and not engine.is_fixed
+        if model.family and engine.family == model.family and not engine.is_fixed
     ]
-    served_s, model = max(engines, default=(0.0, ""))
-    return model if served_s >= SHARED_S else ""
+    used = [(engine.served_s, engine.model) for engine in engines if engine.served_s >= SHARED_S]
+    spare = [
+        (engine.slack_s, engine.served_s, engine.model)
+        for engine in engines
+        if engine.slack_s > model.slack_s + _LEAST_GAIN_S
+        and (engine.slack_s < math.inf or engine.served_s >= SHARED_S)
+    ]
+    if spare:
+        return max(spare)[-1]
+    return max(used)[-1] if model.is_starving and used else ""
+
+
+def slack_of(deadlines_s: Iterable[float], now_s: float) -> float:
+    """Return the seconds to the first deadline, infinite if all have passed.
+
+    Requests that are late are no reason to take an engine from others, as for planned turns.
+    """
+    return min((at_s for at_s in deadlines_s if at_s >= now_s), default=math.inf) - now_s
+
+
+def slack_on(device: DeviceState, name: str, now_s: float) -> float:
+    """Return the slack of a model's requests on a device; 0 without any, and while some move."""
+    moving = (request.model.name == name for request in device.moving.values())
+    queues = (device.working, device.queued, device.waiting_for_kv)
+    batches = [queue[name] for queue in queues if name in queue]
+    if not batches or any(moving):
+        return 0.0
+    return slack_of((at_s for batch in batches for at_s in batch.deadlines_s), now_s)
+
+
+def served_s(since_s: float, signs_s: Iterable[float], now_s: float) -> float:
+    """Return the seconds for which an engine has served its model, since ``since_s``.
+
+    ``signs_s`` are the times of the arrival or the latest token of each request. 0 while requests
+    from before have no token since: what their prompts have computed could be lost again and again,
+    if their KV is not kept.
+    """
+    in_use_s = now_s - since_s
+    is_silent = any(sign_s < since_s for sign_s in signs_s)
+    return 0.0 if is_silent and in_use_s < _MOST_SILENT_S else in_use_s
 
 
 def is_taken_over(device: HostingDevice, chosen: Sequence[str], layout: str) -> bool:
@@ -290,7 +350,7 @@ def hostable_change(
         or (
             not device.is_draining
             and model.allows(device.number)
-            and _victims(model, device, HostingReason.HOME) is not None
+            and victims(model, device, HostingReason.HOME) is not None
         )
     } - known.hosts
     return Hostable(model.name, tuple(sorted(further))) if further != known.hostable else None
@@ -305,12 +365,8 @@ def is_late(state: State, name: str, now_s: float) -> bool:
     return wait_s is not None and wait_s > model.targets.ttft_s
 
 
-def _victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -> list[str] | None:
-    layout = _layout(model, device)
-    return victims(device, model.need(device.number), reason, layout, model.family)
-
-
-def _layout(model: HostingModel, device: HostingDevice) -> str:
+def layout_on(model: HostingModel, device: HostingDevice) -> str:
+    """Return the layout of a model's snapshot for a device, empty if not known."""
     return (model.layouts or {}).get(device.number, "")
 
 
@@ -337,8 +393,8 @@ def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hosti
     """
 
     def cost(device: HostingDevice) -> tuple[bool, bool, bool, bool, int, int, int, int]:
-        evicted = _victims(model, device, HostingReason.NEEDED) or []
-        is_bound = is_taken_over(device, evicted, _layout(model, device)) and not device.num_loads
+        evicted = victims(model, device, HostingReason.NEEDED) or []
+        is_bound = is_taken_over(device, evicted, layout_on(model, device)) and not device.num_loads
         ends_others = any(device.engines[name].is_only for name in evicted)
         work = device.num_loads, device.num_requests
         num_only = sum(engine.is_only for engine in device.engines.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpupoold.domain import Role
@@ -99,10 +99,10 @@ class Simulation:
                 host, _snapshot_bytes(self._models, self._kinds, self._devices), self._page_out
             )
         self._uncached: defaultdict[str, list[e.Event]] = defaultdict(list)
-        self._hosting = None
+        self._hosting, self._has_freed_engine = None, False
         if engines is not None:
             can_run = [device.models for device in self._devices]
-            self._hosting = Hosting(engines, tuple(self._models), can_run)
+            self._hosting = Hosting(engines, tuple(self._models), can_run, self._signs_s)
         self._introduce(
             [
                 e.DeviceUp(
@@ -172,6 +172,7 @@ class Simulation:
             self._prefixes.keep(live.request, live.context_tokens)
         if self._hosting is not None:
             self._hosting.ended(model, self._queue.now_s)
+            self._has_freed_engine |= self._hosting.has_unhosted
         if self._cache is not None:
             self._cache.ended(model)
             self._read_next()
@@ -291,6 +292,14 @@ class Simulation:
             events = tuple(self._events)
             self._events.clear()
             self._carry_out(self.core.handle(events, self._queue.now_s))
+            if self._has_freed_engine:
+                self._has_freed_engine = False
+                self._load_engines(needed_only=True)
+
+    def _signs_s(self, device: int, model: str) -> Iterator[float]:
+        """Yield the time of each request's latest token, or else of its arrival."""
+        for live in self._devices[device].requests.all(model):
+            yield live.token_times_s[-1] if live.token_times_s else live.request.arrival_s
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:

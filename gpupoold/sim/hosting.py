@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,6 +28,10 @@ from gpupoold.scheduling.hosting import (
     idle,
     is_late,
     is_taken_over,
+    layout_on,
+    served_s,
+    slack_of,
+    slack_on,
     victims,
 )
 from gpupoold.scheduling.state import State
@@ -80,12 +84,17 @@ class Hosting:
     """
 
     def __init__(
-        self, costs: EngineCosts, models: Sequence[str], can_run: Sequence[Mapping[str, SimModel]]
+        self,
+        costs: EngineCosts,
+        models: Sequence[str],
+        can_run: Sequence[Mapping[str, SimModel]],
+        signs_s: Callable[[int, str], Iterable[float]] = lambda number, name: (),
     ) -> None:
         """Place the ``models`` in order, as far as the engines fit side by side.
 
         ``can_run`` has the models that each device can run, on that device. Models without a device
-        are loaded when requests arrive.
+        are loaded when requests arrive. ``signs_s`` returns the times of the latest token, or else
+        of the arrival, of each request of a model on a device.
 
         Raises:
             UsageError: a device has too little memory for one engine.
@@ -103,7 +112,7 @@ class Hosting:
                     "raise --engines-limit",
                 )
         self.costs = costs
-        self._models = tuple(models)
+        self._models, self._signs_s = tuple(models), signs_s
         self._undivided = {
             name: frozenset(number for number, names in enumerate(can_run) if name not in names)
             for name in models
@@ -160,15 +169,12 @@ class Hosting:
             asked = [model for model in asked if model not in hosted and self._num_live[model]]
         if not asked:
             return []
-        num_requests = Counter(request.device for request in state.requests.values())
-
-        def look(number: int) -> HostingDevice:
-            device = state.devices[number]
-            moving = {request.model.name for request in device.moving.values()}
-            on_device = device.models_with_requests
-            return self._device(number, on_device, num_requests[number], now_s, moving)
-
-        devices = [look(number) for number in self._numbers]
+        held = defaultdict[str, list[float]](list)
+        for request in state.held.values():
+            held[request.model.name].append(request.next_deadline_s)
+        slacks_s = {name: slack_of(held[name], now_s) for name in asked}
+        asked.sort(key=slacks_s.__getitem__)
+        devices = [self._device(number, state, now_s) for number in self._numbers]
         loads: list[EngineLoad] = []
         for name in asked:
             if len(self._loading) == len(self._engines):
@@ -177,18 +183,30 @@ class Hosting:
                 continue
             # Only a device without work helps late requests.
             can_help = any(not (device.num_requests or device.num_loads) for device in devices)
+            if not can_help and self._has_enough(name, devices):
+                continue
             late = can_help and is_late(state, name, now_s)
-            model = self._model(name, is_late=late, is_next=self._is_next(name, now_s))
+            is_starving = self._is_starving(name, now_s)
+            model = self._model(name, is_late=late, slack_s=slacks_s[name], is_starving=is_starving)
             chosen = choose(model, devices)
             if chosen and chosen[0].device not in self._loading:
                 number = chosen[0].device
-                loads.append(self._begin(name, devices[number], chosen[0].reason))
-                devices[number] = look(number)
+                loads.append(self._begin(model, devices[number], chosen[0].reason))
+                devices[number] = self._device(number, state, now_s)
         return loads
 
-    def _begin(self, name: str, device: HostingDevice, reason: HostingReason) -> EngineLoad:
-        layout = self._layouts[name][device.number]
-        gone = victims(device, self.costs.bytes_of(name), reason, layout, self._family(name))
+    def _has_enough(self, name: str, devices: Sequence[HostingDevice]) -> bool:
+        """Return whether a model has its home, or a device without one, and no device has room."""
+        on = {number for number in self._numbers if name in self._engines[number]}
+        num_bytes = self.costs.bytes_of(name)
+        is_home = self._homes.get(name) in (None, *on)
+        return bool(on) and is_home and all(device.short_bytes(num_bytes) for device in devices)
+
+    def _begin(
+        self, model: HostingModel, device: HostingDevice, reason: HostingReason
+    ) -> EngineLoad:
+        name, layout = model.name, layout_on(model, device)
+        gone = victims(model, device, reason)
         assert gone is not None, "the choice had checked it"
         self._engines[device.number] -= set(gone)
         self._loading[device.number] = name
@@ -204,7 +222,7 @@ class Hosting:
         if now_s < self._next_hostable_s:
             return []
         self._next_hostable_s = now_s + HOSTABLE_PERIOD_S
-        devices = [idle(self._device(number, now_s=now_s)) for number in self._numbers]
+        devices = [idle(self._device(number, state, now_s)) for number in self._numbers]
         changes = (hostable_change(state, self._model(name), devices) for name in self._models)
         return [change for change in changes if change is not None]
 
@@ -227,25 +245,35 @@ class Hosting:
         """
         for name in self._models:
             devices = [self._device(number) for number in self._numbers]
-            for choice in choose(self._model(name), devices):
+            model = self._model(name)
+            for choice in choose(model, devices):
                 device = devices[choice.device]
-                gone = victims(device, self.costs.bytes_of(name), choice.reason)
+                gone = victims(replace(model, layouts=None), device, choice.reason)
                 if gone is not None and not any(device.engines[name].is_only for name in gone):
                     self._engines[choice.device] -= set(gone)
                     self._engines[choice.device].add(name)
 
-    def _is_next(self, name: str, now_s: float) -> bool:
-        """Return whether a model with requests has waited longest for an engine of its family."""
+    def _is_starving(self, name: str, now_s: float) -> bool:
+        """Return whether a model with requests has waited longest, and long, for an engine."""
         if not self._num_live[name] or any(name in on for on in self._engines):
+            self._waits.end(name)
             return False
-        return self._waits.is_next(
-            name, now_s, lambda other: self._family(other) == self._family(name)
+        family_of, live = self._family, self._num_live
+        return self._waits.is_starving(
+            name, now_s, lambda other: family_of(other) == family_of(name) and live[other] > 0
         )
 
     def _family(self, name: str) -> str:
         return next(iter(self._layouts[name].values()), "")
 
-    def _model(self, name: str, *, is_late: bool = False, is_next: bool = False) -> HostingModel:
+    def _model(
+        self,
+        name: str,
+        *,
+        is_late: bool = False,
+        slack_s: float = math.inf,
+        is_starving: bool = False,
+    ) -> HostingModel:
         need_bytes = dict.fromkeys(self._numbers, self.costs.bytes_of(name))
         return HostingModel(
             name,
@@ -255,33 +283,30 @@ class Hosting:
             undivided=self._undivided[name],
             layouts=self._layouts[name],
             family=self._family(name),
-            is_next=is_next,
+            slack_s=slack_s,
+            is_starving=is_starving,
         )
 
-    def _device(
-        self,
-        number: int,
-        on_device: Collection[str] = (),
-        num_requests: int = 0,
-        now_s: float = 0.0,
-        moving: Collection[str] = (),
-    ) -> HostingDevice:
+    def _device(self, number: int, state: State | None = None, now_s: float = 0.0) -> HostingDevice:
         """Return a device for a decision; an engine that loads has its memory, and is busy.
 
-        No other model shares an engine that loads, or to which requests are ``moving``.
+        No other model shares an engine that loads, or to which requests are on the way.
         """
+        known = None if state is None else state.devices[number]
         loading = {self._loading[number]} if number in self._loading else set[str]()
-        busy, names = loading.union(on_device), sorted(loading | self._engines[number])
+        on_device = known.models_with_requests if known else set[str]()
+        busy, names = loading | on_device, sorted(loading | self._engines[number])
         engines = {name: self._engine(name, number, now_s, is_busy=name in busy) for name in names}
-        for name in loading.union(moving).intersection(engines):
-            engines[name] = replace(engines[name], served_s=0.0)
-        return HostingDevice(
-            number,
-            engines,
-            self.costs.limit_bytes,
-            num_requests,
-            len(loading),
-        )
+        for name in on_device & self._engines[number]:
+            if known is not None and engines[name].family:
+                since_s = self._since_s.get((number, name), 0.0)
+                engines[name] = replace(
+                    engines[name],
+                    slack_s=slack_on(known, name, now_s),
+                    served_s=served_s(since_s, self._signs_s(number, name), now_s),
+                )
+        num_requests = known.num_requests if known else 0
+        return HostingDevice(number, engines, self.costs.limit_bytes, num_requests, len(loading))
 
     def _engine(self, name: str, number: int, now_s: float, *, is_busy: bool) -> HostedEngine:
         others = (on for other, on in enumerate(self._engines) if other != number)
@@ -295,5 +320,4 @@ class Hosting:
             idle_s=now_s - self._used_at_s.get(name, -math.inf),
             layout=self._layouts[name][number],
             family=self._layouts[name][number],
-            served_s=now_s - self._since_s.get((number, name), 0.0),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,14 +29,16 @@ from gpupoold.scheduling.hosting import (
     idle,
     is_late,
     is_taken_over,
+    layout_on,
+    served_s,
+    slack_of,
+    slack_on,
     victims,
 )
+from gpupoold.scheduling.state import DeviceState
 from gpupoold.units import format_bytes
 
 _logger = logging.getLogger(__name__)
-
-# The longest turn of an engine that fine-tunes share, without a token of the requests from before.
-_MOST_SILENT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class EngineRoom(ModelPart):
         return HostingDevice(
             number,
             {
-                name: self._engine(name, number, engines, has_requests=name in on_device)
+                name: self._engine(name, number, engines, known if name in on_device else None)
                 for name in engines
             },
             self.limit_bytes(worker),
@@ -119,11 +122,15 @@ class EngineRoom(ModelPart):
             undivided=self.divisions.lacking(row.spec),
             layouts={worker.number: self._layout_of(name, worker) for worker in workers},
             family=self._fleet.hosts.family_of(name),
-            is_next=now_s is not None and self._is_next(name, now_s),
+            slack_s=math.inf if now_s is None else slack_of(self._deadlines_s(name), now_s),
+            is_starving=now_s is not None and self._is_starving(name, now_s),
         )
 
-    def _is_next(self, name: str, now_s: float) -> bool:
-        """Return whether a model with requests has waited longest for an engine of its family."""
+    def _deadlines_s(self, name: str) -> list[float]:
+        return [request.next_deadline_s for request in self._urgent(name)]
+
+    def _is_starving(self, name: str, now_s: float) -> bool:
+        """Return whether a model with requests has waited longest, and long, for an engine."""
         if self._fleet.availability(name).devices or not self._urgent(name):
             self._waits.end(name)
             return False
@@ -134,7 +141,7 @@ class EngineRoom(ModelPart):
             # A model that changes gets an engine.
             return is_alike and bool(self._urgent(other)) and not self._fleet.is_changing(other)
 
-        return self._waits.is_next(name, now_s, is_rival)
+        return self._waits.is_starving(name, now_s, is_rival)
 
     def _urgent(self, name: str) -> list[LiveRequest]:
         """Return the requests of a model that wait neither for idle devices nor for a trial."""
@@ -155,11 +162,14 @@ class EngineRoom(ModelPart):
         row = await self._registry.get(name)
         if row is None:
             raise NoSuchModel(f"no model is named {name!r}")
-        num_bytes = self._need_bytes(row, worker) * (2 if beside_itself else 1)
+        number, num_bytes = worker.number, self._need_bytes(row, worker)
         layout = "" if beside_itself else self._layout_of(name, worker)
         if not layout and not beside_itself and self.device(worker).short_bytes(num_bytes):
             layout = await self._layout_of_sibling(row, worker)
-        await self._claim(name, worker, num_bytes, reason, layout)
+        need_bytes = {number: 2 * num_bytes if beside_itself else num_bytes}
+        model = self.model(row, time.monotonic())
+        model = replace(model, need_bytes=need_bytes, layouts={number: layout})
+        await self._claim(model, worker, reason)
 
     async def settle(self, name: str, worker: Worker, reason: HostingReason) -> None:
         """Let other engines make place if a loaded engine is larger than expected.
@@ -168,7 +178,8 @@ class EngineRoom(ModelPart):
             EnginesFull: the other engines may not leave; the caller unloads the engine.
         """
         memory = self._fleet.hosts.of(name, worker.number).memory
-        await self._claim(name, worker, memory.device_bytes, reason)
+        model = HostingModel(name, need_bytes={worker.number: memory.device_bytes})
+        await self._claim(model, worker, reason)
 
     def may_leave(self, name: str, number: int) -> bool:
         """Return whether another model claims the place of a model's idle engine on a device."""
@@ -223,18 +234,22 @@ class EngineRoom(ModelPart):
         return self._fleet.hosts.usual_bytes(worker.number) or 0
 
     def _engine(
-        self, name: str, number: int, engines: Mapping[str, Host], *, has_requests: bool
+        self, name: str, number: int, engines: Mapping[str, Host], known: DeviceState | None
     ) -> HostedEngine:
+        """Return an engine; ``known`` is a device with requests of the model."""
         num_bytes, freed_bytes = engines[name].memory.device_bytes, None
         if self._fleet.hosts.first_on(number) == name:  # charged with libraries and kernels too
             usual_bytes = self._fleet.hosts.usual_bytes(number, besides=name)
             freed_bytes = None if usual_bytes is None else min(num_bytes, usual_bytes)
         is_only, is_changing = self._is_only(name, number), self._fleet.is_changing(name)
         is_asked = is_only and bool(self._dispatcher.live.num_of(name))
+        slack_s = 0.0
+        if known is not None and not is_changing:
+            slack_s = slack_on(known, name, time.monotonic())
         return HostedEngine(
             name,
             num_bytes,
-            is_busy=has_requests or is_asked or is_changing,
+            is_busy=known is not None or is_asked or is_changing,
             is_only=is_only,
             is_fixed=number in self._fleet.fixed_devices(name),
             is_home=self._home(name) == number,
@@ -243,20 +258,12 @@ class EngineRoom(ModelPart):
             layout=engines[name].layout_digest,
             family=engines[name].family,
             served_s=0.0 if is_changing else self._served_s(name, number, engines[name].since_s),
+            slack_s=slack_s,
         )
 
     def _served_s(self, name: str, number: int, since_s: float) -> float:
-        """Return the seconds for which an engine has served its model.
-
-        0 while requests from before have no token since: what their prompts have computed could be
-        lost again and again, if their KV is not kept.
-        """
-        served_s = time.monotonic() - since_s
-        is_silent = any(
-            request.device in (number, None) and request.last_sign_s < since_s
-            for request in self._urgent(name)
-        )
-        return 0.0 if is_silent and served_s < _MOST_SILENT_S else served_s
+        here = [each for each in self._urgent(name) if each.device in (number, None)]
+        return served_s(since_s, (request.last_sign_s for request in here), time.monotonic())
 
     def _layout_of(self, name: str, worker: Worker) -> str:
         """Return the digest of the layout of a model's cached snapshot, empty without one."""
@@ -286,14 +293,13 @@ class EngineRoom(ModelPart):
         model = self._dispatcher.state.models.get(name)
         return None if model is None or model.home is None else model.home.device
 
-    async def _claim(
-        self, name: str, worker: Worker, num_bytes: int, reason: HostingReason, layout: str = ""
-    ) -> None:
+    async def _claim(self, asks: HostingModel, worker: Worker, reason: HostingReason) -> None:
         """Claim the place of one idle engine after another, which their models' controllers give.
 
-        Each model is asked once; an engine that did not leave counts as busy. An engine of
-        ``layout``, if given, is kept for the load and the only one that leaves.
+        Each model is asked once; an engine that did not leave counts as busy. An engine of the
+        layout that is asked for, if any, is kept for the load and the only one that leaves.
         """
+        name = asks.name
         asked: set[str] = set()
         while True:
             device = self.device(worker)
@@ -303,15 +309,14 @@ class EngineRoom(ModelPart):
                 if model != name
             }
             device = replace(device, engines=others)
-            family = self._fleet.hosts.family_of(name)
-            chosen = victims(device, num_bytes, reason, layout, family)
+            chosen = victims(asks, device, reason)
             if chosen is None:
-                raise _full(name, _arithmetic(device, num_bytes))
+                raise _full(name, _arithmetic(device, asks.need(device.number)))
             if not chosen:
                 return
             asked.add(chosen[0])
             is_shared = others[chosen[0]].is_busy
-            keeps_engine = is_shared or is_taken_over(device, chosen, layout)
+            keeps_engine = is_shared or is_taken_over(device, chosen, layout_on(asks, device))
             claim = EngineClaim(chosen[0], name, keeps_engine, is_shared)
             self.claims[worker.number] = claim
             self._fleet.wake(*chosen[:1])

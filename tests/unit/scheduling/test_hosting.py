@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from gpupoold.domain import Targets
-from gpupoold.scheduling.events import Hostable, ModelCosts
+from gpupoold.scheduling import hosting
+from gpupoold.scheduling.events import DeviceUp, Hostable, ModelCosts
 from gpupoold.scheduling.hosting import (
     HOME_IDLE_S,
     LATE_IDLE_S,
     SHARED_S,
+    STARVING_S,
+    EngineWaits,
     HostedEngine,
     HostingDevice,
     HostingModel,
@@ -19,10 +23,12 @@ from gpupoold.scheduling.hosting import (
     choose,
     hostable_change,
     idle,
+    served_s,
     shared,
-    victims,
+    slack_of,
+    slack_on,
 )
-from gpupoold.scheduling.state import Model, State
+from gpupoold.scheduling.state import DeviceState, Model, Request, State
 
 FIXED, NEEDED = HostingReason.FIXED, HostingReason.NEEDED
 LATE, SPARE, HOME = HostingReason.LATE, HostingReason.SPARE, HostingReason.HOME
@@ -43,6 +49,12 @@ def device(
 def model(need: int = 10, **options: object) -> HostingModel:
     options.setdefault("need_bytes", dict.fromkeys(range(4), need))
     return HostingModel("new", **options)  # type: ignore[arg-type]
+
+
+def victims(
+    device: HostingDevice, need: int, reason: HostingReason, layout: str = ""
+) -> list[str] | None:
+    return hosting.victims(model(need, layouts={device.number: layout}), device, reason)
 
 
 class TestPlenty:
@@ -229,35 +241,77 @@ class TestHomes:
 class TestEnginesInUse:
     """Of fine-tunes, which take turns if all have requests."""
 
-    def in_use(self, name: str, served_s: float = SHARED_S, **options: object) -> HostedEngine:
-        made = engine(name, is_busy=True, is_only=True, served_s=served_s, family="llama")
-        return replace(made, **options)  # type: ignore[arg-type]
+    def in_use(self, name: str, slack_s: float, served_s: float = 1.0) -> HostedEngine:
+        options = {"is_busy": True, "is_only": True, "family": "llama"}
+        return engine(name, 10, slack_s=slack_s, served_s=served_s, **options)
 
-    def test_the_next_gets_the_engine_used_for_longest(self) -> None:
-        full = device(0, self.in_use("a"), self.in_use("b", SHARED_S + 1), limit=20)
-        waiting = model(family="llama", is_next=True)
+    def test_the_engine_that_is_needed_last_goes_to_urgent_requests(self) -> None:
+        full = device(0, self.in_use("a", 8.0), self.in_use("b", 9.0), limit=20)
+        waiting = model(family="llama", slack_s=3.0)
         assert choose(waiting, [full]) == [(0, SHARED)]
-        assert shared(full, "llama") == "b"
+        assert shared(waiting, full) == "b"
+
+    def test_late_requests_keep_an_engine_for_some_seconds(self) -> None:
+        waiting = model(family="llama", slack_s=3.0)
+        late = self.in_use("late", math.inf, SHARED_S)
+        full = device(0, self.in_use("a", 9.0), late, limit=20)
+        assert shared(waiting, full) == "late"
+        new = self.in_use("late", math.inf, SHARED_S / 2)
+        assert shared(waiting, device(0, self.in_use("a", 9.0), new, limit=20)) == "a"
+
+    def test_who_starves_gets_the_engine_used_for_longest(self) -> None:
+        used = [self.in_use(f"{s:g}", 0.0, s) for s in (SHARED_S, SHARED_S + 1)]
+        starving = model(family="llama", is_starving=True)
+        assert shared(starving, device(0, *used, limit=20)) == f"{SHARED_S + 1:g}"
+        assert not shared(starving, device(0, self.in_use("a", 0.0), limit=10))
 
     def test_an_idle_engine_comes_first(self) -> None:
-        full = device(0, self.in_use("a"), engine("b"), limit=20)
-        assert choose(model(family="llama", is_next=True), [full]) == [(0, NEEDED)]
+        full = device(0, self.in_use("a", 9.0), engine("b"), limit=20)
+        assert choose(model(family="llama", slack_s=1.0), [full]) == [(0, NEEDED)]
         assert victims(full, 10, NEEDED) == ["b"]
 
     @pytest.mark.parametrize(
         ("options", "waiting"),
         [
-            ({"served_s": SHARED_S / 2}, {}),
+            ({"slack_s": 3.5}, {}),
             ({"family": "qwen"}, {}),
             ({"is_fixed": True}, {}),
-            ({}, {"is_next": False}),
+            ({}, {"slack_s": math.inf}),
             ({"family": ""}, {"family": ""}),
         ],
     )
     def test_others_keep_theirs(
         self, options: dict[str, object], waiting: dict[str, object]
     ) -> None:
-        """For some seconds, of another family, by hand, if others have waited longer."""
-        full = device(0, self.in_use("a", **options), limit=10)  # type: ignore[arg-type]
-        asked = model(**{"family": "llama", "is_next": True} | waiting)  # type: ignore[arg-type]
-        assert choose(asked, [full]) == []
+        """Engines as urgent, of another family, by hand; and if all that wait is late."""
+        stays = replace(self.in_use("a", 9.0), **options)  # type: ignore[arg-type]
+        asked = model(**{"family": "llama", "slack_s": 3.0} | waiting)  # type: ignore[arg-type]
+        assert choose(asked, [device(0, stays, limit=10)]) == []
+
+    def test_slack_is_that_of_tokens_in_time(self) -> None:
+        assert slack_of([4.0, 12.0, 15.0], 10.0) == 2.0
+        assert slack_of([4.0], 10.0) == slack_of([], 10.0) == math.inf
+
+    def test_requests_on_the_way_have_no_slack(self) -> None:
+        known = Model("a", Targets(10.0), 10, 1, ModelCosts())
+        at, waits = DeviceState(DeviceUp(0, 100, 1.0)), Request("r", known, 0.0, 10, None)
+        assert slack_on(at, "a", 4.0) == 0.0
+        at.enqueue(waits)
+        assert slack_on(at, "a", 4.0) == 6.0
+        at.moving["s"] = waits
+        assert slack_on(at, "a", 4.0) == 0.0
+
+    def test_the_first_of_those_that_wait_long_starves(self) -> None:
+        waits, late_s = EngineWaits(), STARVING_S + 2
+        for name, now_s in (("a", 0.0), ("b", 1.0)):
+            assert not waits.is_starving(name, now_s, lambda other: True)
+        assert not waits.is_starving("b", late_s, lambda other: True)
+        assert waits.is_starving("b", late_s, lambda other: False)
+        assert waits.is_starving("a", late_s, lambda other: True)
+        waits.end("a")
+        assert waits.is_starving("b", late_s, lambda other: True)
+
+    def test_an_engine_serves_once_older_requests_have_a_token(self) -> None:
+        assert served_s(10.0, [9.0, 12.0], 15.0) == 0.0
+        assert served_s(10.0, [12.0], 15.0) == 5.0
+        assert served_s(10.0, [9.0], 50.0) == 40.0

@@ -395,6 +395,7 @@ class TestScarcity:
     ) -> None:
         """The requests of the model that had the engine wait, and go on with the next engine."""
         monkeypatch.setattr("gpupoold.scheduling.hosting.SHARED_S", 0.1)
+        monkeypatch.setattr("gpupoold.scheduling.hosting.STARVING_S", 0.1)
         hosted, evicted = await all_in_use(full)
         full.told.clear()
         full.ask(evicted, "r1")
@@ -409,7 +410,7 @@ class TestScarcity:
         room, worker = full.lifecycle.room, full.supervisor.workers[number]
         await asyncio.sleep(0.15)
         assert room.device(worker).engines[evicted].served_s == 0, "its request has no token yet"
-        monkeypatch.setattr("gpupoold.control.models.devices._MOST_SILENT_S", 0.1)
+        monkeypatch.setattr("gpupoold.scheduling.hosting._MOST_SILENT_S", 0.1)
         assert room.device(worker).engines[evicted].served_s > 0.1
         full.requests.clear()
         await ticking(full, lambda: f"of {former}" in chain(*full.requests.values()))
@@ -419,6 +420,7 @@ class TestScarcity:
         self, full: ModelsBox, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gpupoold.scheduling.hosting.SHARED_S", 0.0)
+        monkeypatch.setattr("gpupoold.scheduling.hosting.STARVING_S", 0.0)
         hosted, evicted = await all_in_use(full)
         full.ask(evicted, "r1", Priority.BACKGROUND)
         for _ in range(5):

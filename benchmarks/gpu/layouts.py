@@ -90,8 +90,8 @@ def bench_layouts(
     host = KvHostCache(2 * kv_bytes)
     with contextlib.ExitStack() as undo:
         undo.callback(host.close)
-        host.pin(device)
-        undo.callback(host.unpin, device)
+        device.pin(host.address, host.budget_bytes)
+        undo.callback(device.unpin, host.address, host.budget_bytes)
         queues = {}
         for way in Direction:
             queues[way] = TransferQueue.open(device, way, f"layout-{way}")

@@ -36,6 +36,8 @@ _PAGE_FACTOR = 32
 _DEVICE_SLACK_BYTES = 1 << 30
 _DRY_SLACK_BYTES = 32 << 20
 
+_STATUS_S = 0.5  # within it each worker tells its status
+
 # Saves half a minute for the first model of a shape, and some seconds for further models.
 _QUICK_START = {
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
@@ -163,7 +165,10 @@ def add_timed(
     max_model_len: int = MAX_MODEL_LEN,
     targets: Targets | None = None,
 ) -> None:
-    """Register a model and report how long that took; by default with the default targets."""
+    """Register a model and report how long that took; by default with the default targets.
+
+    Return when its snapshot is pinned: what is measured later is the speed of pinned memory.
+    """
     started_s = time.perf_counter()
     options: dict[str, object] = {"dtype": setting.dtype, "max_model_len": max_model_len}
     if targets is not None:
@@ -171,6 +176,17 @@ def add_timed(
     daemon.add_model(name, path, **options)
     loads_s = setting.report.details.get("loads_s", {})
     setting.report.add({}, loads_s=loads_s | {name: time.perf_counter() - started_s})
+    if not setting.is_emulated:
+        _wait_for_pinning(setting, daemon)
+
+
+def _wait_for_pinning(setting: Setting, daemon: PrivateDaemon) -> None:
+    """Return when all host memory is pinned that the drivers pin."""
+    is_pinned = False
+    with daemon.client() as client:
+        while not is_pinned and setting.left_s > 0:
+            time.sleep(_STATUS_S)  # also after a load: the next status has its bytes
+            is_pinned = all(memory.problem for memory in client.cache().unpinned)
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -180,8 +180,10 @@ def most_used_node(address: int, num_bytes: int) -> int:
     """Return the NUMA node that has most pages of mapped memory, by a sample of the pages.
 
     Missing pages of the sample are allocated. ``NO_NODE`` where the call is forbidden, as in many
-    containers.
+    containers; no call on a machine with one node.
     """
+    if (count := num_nodes()) < 2:
+        return 0 if count else NO_NODE
     node, flags = ctypes.c_int(), ctypes.c_ulong(_MPOL_F_NODE_OF_ADDRESS)
     nodes: Counter[int] = Counter()
     for number in range(_NUM_SAMPLES):
@@ -315,6 +317,4 @@ def prefer_nodes(fd: int, num_bytes: int, nodes: Sequence[int]) -> None:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    _logger.warning(
-        "host memory cannot be allocated near its GPU, so copies may be slow: %s", reason
-    )
+    _logger.warning("host memory cannot be kept near its GPU, so copies may be slow: %s", reason)

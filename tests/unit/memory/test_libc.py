@@ -140,6 +140,10 @@ def _skip_if_forbidden() -> None:
 
 
 class TestNodesOf:
+    @pytest.fixture(autouse=True)
+    def _two_nodes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(libc, "num_nodes", lambda: 2)
+
     def test_the_pages_of_each_part_are_asked(self, fd: int) -> None:
         _skip_if_forbidden()
         nodes = libc.nodes_of(fd, SIZE, 2)
@@ -157,6 +161,14 @@ class TestNodesOf:
 
         monkeypatch.setattr(libc, "_policy_call", answer)
         assert libc.most_used_node(1 << 40, 1 << 30) == 1
+
+    @pytest.mark.parametrize(("num_nodes", "node"), [(0, libc.NO_NODE), (1, 0)])
+    def test_a_machine_with_one_node_is_not_asked(
+        self, monkeypatch: pytest.MonkeyPatch, num_nodes: int, node: int
+    ) -> None:
+        monkeypatch.setattr(libc, "num_nodes", lambda: num_nodes)
+        monkeypatch.delattr(libc, "_policy_call")
+        assert libc.most_used_node(1 << 40, 1 << 30) == node
 
     def test_a_machine_that_forbids_it(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fd: int

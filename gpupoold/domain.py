@@ -482,7 +482,7 @@ class DeviceFacts:
     link_in_bytes_per_s: float = 0.0
     link_out_bytes_per_s: float = 0.0
     kv_host_limit_bytes: int | None = None
-    rank_nodes: list[int] = field(default_factory=lambda: [-1])
+    rank_nodes: tuple[int, ...] = (-1,)
     far_share: float = 1.0
 
 

@@ -193,7 +193,7 @@ def _serve(arguments: argparse.Namespace, rank: Rank, channel: GroupChannel) -> 
                 link.in_bytes_per_s,
                 link.out_bytes_per_s,
                 host.budget_bytes,
-                list(device.rank_nodes),
+                tuple(device.rank_nodes),
                 far_share,
             ),
             version,

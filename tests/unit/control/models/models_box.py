@@ -85,7 +85,7 @@ class PlayedWorker:
             m.WorkerReady(
                 DeviceFacts(
                     *(self._box.device_bytes, PAGE, 1e9),
-                    rank_nodes=[self._number],
+                    rank_nodes=(self._number,),
                     far_share=self._box.far_share,
                 ),
                 "0.32.0",

@@ -8,7 +8,7 @@ import functools
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -99,6 +99,21 @@ class HostBuffer:
         fd = create_sealed_memfd(name, file_bytes, prefer, is_allocated=False)
         return cls(fd, num_bytes, is_populated=False)
 
+    def populate(self) -> None:
+        """Allocate and zero the pages that are missing, on several cores.
+
+        Raises:
+            OSError: the machine has too little memory.
+        """
+        _on_cores(self.num_bytes, self._populate)
+
+    def _populate(self, offset: int, num_bytes: int) -> None:
+        try:
+            libc.populate(self.address + offset, num_bytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel before 5.14, which allocates at first use
+                raise
+
     @property
     def file_id(self) -> tuple[int, int]:
         """The numbers by which this machine tells the memfd from others."""
@@ -129,8 +144,7 @@ def touch_pages(fd: int, num_bytes: int, nodes: Sequence[int]) -> None:
     """
     libc.prefer_nodes(fd, num_bytes, nodes)
 
-    def touch(offset: int) -> None:
-        length = min(_PIECE_BYTES, num_bytes - offset)
+    def touch(offset: int, length: int) -> None:
         address = libc.mmap(None, length, libc.PROT_READ_WRITE, libc.MAP_SHARED, fd, offset)
         try:
             libc.populate(address, length)
@@ -143,9 +157,16 @@ def touch_pages(fd: int, num_bytes: int, nodes: Sequence[int]) -> None:
         finally:
             libc.munmap(address, length)
 
+    _on_cores(num_bytes, touch)
+
+
+def _on_cores(num_bytes: int, touch: Callable[[int, int], None]) -> None:
+    """Call ``touch`` with the offset and the bytes of each piece, on several cores."""
+    offsets = range(0, num_bytes, _PIECE_BYTES)
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(num_threads, "touch") as threads:
-        for _ in threads.map(touch, range(0, num_bytes, _PIECE_BYTES)):
+        lengths = (min(_PIECE_BYTES, num_bytes - offset) for offset in offsets)
+        for _ in threads.map(touch, offsets, lengths):
             pass
 
 

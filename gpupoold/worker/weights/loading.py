@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ from gpupoold.worker.weights.reading import (
     stays_as_read,
     why_on_device,
 )
-from gpupoold.worker.weights.stages import LoadStage, StageClock
+from gpupoold.worker.weights.stages import StageClock
 from gpupoold.worker.weights.staging import HostWeights, TorchRelease
 from gpupoold.worker.weights.tensors import (
     WeightLayout,
@@ -162,6 +163,8 @@ class ModelLoad:
         """True if the weights are in host memory, but for those of a module at a time."""
         self.is_in_place = False
         """True if the parameters are in the snapshot before vLLM reads the checkpoint."""
+        self._populating: Future[None] | None = None
+        """The allocation of the snapshot's pages beside the read."""
         self._former: HostBuffer | None = None
         """A snapshot with the weights in the wrong places."""
 
@@ -174,6 +177,8 @@ class ModelLoad:
                 self._release_all()
             yield
         except BaseException as error:
+            if self._populating is not None:
+                wait([self._populating])
             self.turns.call(self._give_back)
             self._reclaim(error)
             raise
@@ -241,9 +246,12 @@ class ModelLoad:
         self.host.show_on_device(model)
         layout = plan_layout(model)
         if self._snapshot is None:
+            check_available(self.name, layout.num_bytes)
             num_pages = -(-layout.num_bytes // self.device.page_bytes)
-            with self.stages.during(LoadStage.SNAPSHOT):
-                self._snapshot = self._buffer("snapshot", num_pages)
+            self._snapshot = self._buffer("snapshot", num_pages, is_populated=False)
+            thread = ThreadPoolExecutor(1, "snapshot")
+            self._populating = thread.submit(self._snapshot.populate)
+            thread.shutdown(wait=False)
         elif self._snapshot.num_bytes < layout.num_bytes:
             raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
         first, self.is_in_place = self._snapshot.address, True
@@ -295,6 +303,8 @@ class ModelLoad:
 
     def _plan(self, model: nn.Module) -> WeightLayout:
         """Return the layout of a loaded model, whose weights may be in host memory."""
+        if self._populating is not None:
+            self._populating.result()
         self.host.show_on_device(model)
         layout = plan_layout(model)
         if self.is_in_place:

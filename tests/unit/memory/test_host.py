@@ -69,6 +69,17 @@ def test_pages_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(fd)
 
 
+def test_pages_are_made_in_a_buffer_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_PIECE_BYTES", 4 * PAGE)
+    buffer = host.HostBuffer.create("sparse", 9 * PAGE, is_populated=False)
+    assert os.fstat(buffer.fd).st_blocks == 0
+    libc.view(buffer.address, 9 * PAGE)[PAGE : PAGE + 5] = b"there"
+    buffer.populate()
+    assert os.fstat(buffer.fd).st_blocks * 512 == 9 * PAGE
+    assert os.pread(buffer.fd, 5, PAGE) == b"there"
+    buffer.close()
+
+
 def test_only_what_a_gpu_copies_from_has_its_pages_before_they_are_used() -> None:
     emulated = EmulatedDevice(PAGE, PAGE)
     header_bytes = os.sysconf("SC_PAGE_SIZE")  # of the table behind the slots

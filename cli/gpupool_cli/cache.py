@@ -8,7 +8,7 @@ from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, NameArgument, open_client
 from gpupool_cli.output import columns
-from gpupoold.api.schemas import CachedModel, CacheInfo, UnpinnedMemory
+from gpupoold.api.schemas import BoundEngine, CachedModel, CacheInfo, UnpinnedMemory
 from gpupoold.units import format_bytes
 
 app = typer.Typer(
@@ -17,10 +17,12 @@ app = typer.Typer(
 
 _COLUMNS = columns("NAME, STATE*, NODE>, SIZE>, SAVED, PINNED, UNBOUND, LIVE>, LAST-USED")
 
+_ENGINE_COLUMNS = columns("DEVICE>, ENGINE-OF, OUTSIDE>, ALSO-FOR")
+
 
 @app.command("ls")
 def ls(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Show where each model's snapshot is, and how full the cache is."""
+    """Show where each model's snapshot is, which engines there are, and how full the cache is."""
     with open_client(ctx) as client:
         answer = client.cache()
     if as_json:
@@ -28,6 +30,9 @@ def ls(ctx: typer.Context, as_json: JsonOption = False) -> None:
         return
     output.print_table(_COLUMNS, [_row(model) for model in answer.models])
     output.print_line("")
+    if answer.engines:
+        output.print_table(_ENGINE_COLUMNS, [_engine_row(engine) for engine in answer.engines])
+        output.print_line("")
     output.print_fields(_budgets(answer))
 
 
@@ -82,6 +87,17 @@ def _row(model: CachedModel) -> list[str]:
         output.unbound_text(model.unbound_bytes) or output.NOTHING,
         str(model.num_live),
         output.NOTHING if model.last_used_at is None else output.time_text(model.last_used_at),
+    ]
+
+
+def _engine_row(engine: BoundEngine) -> list[str]:
+    """Return an engine with the models that can take it over, or the reason why none can."""
+    alone = f"no other: {engine.why_unshared}" if engine.why_unshared else output.NOTHING
+    return [
+        str(engine.device),
+        engine.model,
+        output.size_text(engine.num_bytes),
+        ", ".join(engine.siblings) or alone,
     ]
 
 

@@ -406,4 +406,6 @@ def hosting_text(model: ModelInfo) -> str:
         places = f"none; takes over one of a fine-tune on device {', '.join(map(str, slots))}"
     chosen = ", ".join(map(str, model.devices))
     how = f"by hand: {chosen}" if chosen else "chosen by the scheduler"
-    return f"{places or 'on no device'}; {how}"
+    alone = {engine.why_unshared for engine in engines if engine.why_unshared}
+    unshared = f"; not for fine-tunes: {', '.join(sorted(alone))}" if alone else ""
+    return f"{places or 'on no device'}; {how}{unshared}"

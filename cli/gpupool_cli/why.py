@@ -154,6 +154,8 @@ def _show_model(model: ModelWhy) -> None:
         output.print_line(f"hint: {advice}")
     for place in model.devices:
         engine = f"{format_bytes(place.engine_bytes)} outside the pages: {place.hosting}"
+        if place.why_unshared:
+            engine += f"; no fine-tune can take the engine over: {place.why_unshared}"
         _show_device(place.turns, engine if place.hosting else "")
 
 

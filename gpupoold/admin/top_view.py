@@ -123,6 +123,7 @@ def _usages(
             control_plane.supervisor.workers,
             memories,
             engines,
+            fleet,
             control_plane.cache,
             now_s,
             has_minutes=has_minutes,

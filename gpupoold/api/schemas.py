@@ -143,7 +143,8 @@ class EngineInfo(Body):
 
     ``device_bytes`` are of the device's reserve, ``host_bytes`` private and pinned memory of the
     worker; both are the same memory on an emulated device. ``resident_bytes`` of the weights had
-    stayed on the device before the load, and were not copied.
+    stayed on the device before the load, and were not copied. ``why_unshared`` is the reason why no
+    fine-tune can take the engine over, empty if fine-tunes can.
     """
 
     device: int
@@ -151,6 +152,7 @@ class EngineInfo(Body):
     host_bytes: int
     load: LoadStages = LoadStages()
     resident_bytes: int = 0
+    why_unshared: str = ""
 
 
 class OperateRequest(Body):
@@ -386,8 +388,22 @@ class UnpinnedMemory(Body):
     problem: str
 
 
+class BoundEngine(Body):
+    """An engine on a device, and the model that has it now.
+
+    ``num_bytes`` is its memory outside the pages. The models ``siblings`` can take the engine over;
+    none can if there is a reason ``why_unshared``.
+    """
+
+    device: int
+    model: str
+    num_bytes: int
+    siblings: list[str]
+    why_unshared: str = ""
+
+
 class CacheInfo(Body):
-    """``GET /cache``: bytes used of the budgets for snapshots, and the models' snapshots."""
+    """``GET /cache``: bytes used of the budgets for snapshots, snapshots by model, and engines."""
 
     host_bytes: int
     host_limit_bytes: int
@@ -395,6 +411,7 @@ class CacheInfo(Body):
     disk_limit_bytes: int
     models: list[CachedModel]
     unpinned: list[UnpinnedMemory] = Field(default=[])
+    engines: list[BoundEngine] = Field(default=[])
 
 
 class SetCachedRequest(Body):

@@ -88,13 +88,14 @@ class ModelOnDevice(Body, MemoryUse, _Device):  # the body has the field of _Dev
     """A model's memory and requests on one device.
 
     ``engine_bytes`` is the engine's memory outside the pages, ``hosting`` the reason for the engine
-    on this device.
+    on this device, and ``why_unshared`` the reason why no fine-tune can take the engine over.
     """
 
     num_requests: int
     turns: DeviceTurns
     engine_bytes: int = 0
     hosting: str = ""
+    why_unshared: str = ""
 
 
 class ModelWhy(Body):

@@ -198,9 +198,16 @@ class ControlPlane(ControlParts):
         row = await self.lifecycle.find(name)
         info = self._info_of(row)
         workers, now_s = self.supervisor.workers, time.monotonic()
-        memories, engines = views.memories_of(workers), self.fleet.hosts.engines()
         now = views.usage(
-            info.name, info.state, self.dispatcher, workers, memories, engines, self.cache, now_s
+            info.name,
+            info.state,
+            self.dispatcher,
+            workers,
+            views.memories_of(workers),
+            self.fleet.hosts.engines(),
+            self.fleet,
+            self.cache,
+            now_s,
         )
         found = await self.lifecycle.inspector.parsers(row.spec)
         return with_parsers(replace(info, usage=ModelUsage(**now)), found)

@@ -238,8 +238,9 @@ class ModelLoaded(Message):
     snapshot in the order was not used. ``dropped`` are the requests of a replaced engine, which the
     daemon sends again. ``memory`` is the engine's memory outside the pages, ``stages`` the time of
     the load. ``engine_of`` is the former model of the engine that a kept engine has become. Models
-    of one ``family`` can take over each other's engines; empty if no model can. ``resident_bytes``
-    of the weights had stayed on the device and were not copied.
+    of one ``family`` can take over each other's engines; empty if no model can, because of
+    ``why_unshared``. ``resident_bytes`` of the weights had stayed on the device, and were not
+    copied.
     """
 
     model: LoadedModel
@@ -254,6 +255,7 @@ class ModelLoaded(Message):
     engine_of: str = ""
     family: str = ""
     resident_bytes: int = 0
+    why_unshared: str = ""
 
 
 class ModelFailed(Message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,18 @@ def test_siblings_of_one_engine(peer: WorkerPeer, paths: dict[str, Path]) -> Non
     assert answer(peer, "c") == alone["c"]
 
 
+def test_an_engine_with_drafts_is_for_its_model_only(
+    peer: WorkerPeer, paths: dict[str, Path]
+) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    options = {"speculative_config": json.dumps(drafts)}
+    loaded = peer.load("drafts", paths["a"], max_model_len=256, engine=options)
+    assert (loaded.family, loaded.why_unshared) == ("", "its steps have drafts")
+    peer.channel.send(m.UnloadModel("drafts", keeps_engine=True))
+    assert not peer.wait(m.ModelUnloaded).is_engine_kept
+    peer.shell.handle(e.ModelRemoved("drafts"))
+
+
 @pytest.mark.slow
 async def test_users_see_them(paths: dict[str, Path], tmp_path: Path) -> None:
     config = emulated_config(int(2.5 * weight_bytes(paths["a"])))
@@ -127,6 +140,7 @@ async def test_users_see_them(paths: dict[str, Path], tmp_path: Path) -> None:
         assert "on device 0 without an engine" in cli(daemon, "why", "c").stdout
         assert "on device 0" in cli(daemon, "show", "c").stdout
         assert "on device 0" in cli(daemon, "cache", "ls").stdout
+        assert "a, c" in cli(daemon, "cache", "ls").stdout
         assert f"({format_bytes(num_bytes)})" in cli(daemon, "ps").stdout
         assert cli(daemon, "unload", "c", "--keep-host").returncode == 0
         await eventually(lambda: not usage(daemon, "c").unbound_bytes)

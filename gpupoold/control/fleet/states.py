@@ -165,9 +165,10 @@ class Host:
 
     ``memory`` is the memory of the model's engine outside the pages, ``load`` the time of its load,
     ``resident_bytes`` the weights that were on the device before, ``since_s`` the end of the load,
-    ``family`` what a model that takes the engine over must have in common, ``why`` the reason for
-    the engine on this worker, and ``options`` are the engine's options, None while the engine is
-    being replaced, or if nobody has waited for the end.
+    ``family`` what a model that takes the engine over must have in common (empty if none can,
+    because of ``why_unshared``), ``why`` the reason for the engine on this worker, and ``options``
+    are the engine's options, None while the engine is being replaced, or if nobody has waited for
+    the end.
     """
 
     def __init__(self, model: str, number: int) -> None:
@@ -178,6 +179,7 @@ class Host:
         self.resident_bytes = 0
         self.since_s = 0.0
         self.family = ""
+        self.why_unshared = ""
         self.why = ""
         self.options: Mapping[str, str] | None = {}
 
@@ -229,7 +231,8 @@ class Hosts:
         self._firsts: dict[int, str] = {}
         self._kept_bytes: dict[int, int] = {}
         self._kept_engines: dict[int, str] = {}
-        self._families: dict[str, str] = {}
+        self.families: dict[str, str] = {}
+        """The families of the models as of their latest loads, empty for none."""
 
     def of(self, model: str, number: int) -> Host:
         """Return the model's host on a worker, which lasts until the worker ends."""
@@ -239,12 +242,12 @@ class Hosts:
         return host
 
     def family_of(self, model: str) -> str:
-        """Return the family of a model as of its latest load, empty for none."""
-        return self._families.get(model, "")
+        """Return the family of a model as of its latest load, empty if none or unknown."""
+        return self.families.get(model, "")
 
     def loaded(self, model: str, number: int, engine_of: str = "", family: str = "") -> None:
         """Record a load, the first on a worker perhaps, or one into the engine of another model."""
-        self.of(model, number).family = self._families[model] = family
+        self.of(model, number).family = self.families[model] = family
         kept = self._kept_engines.pop(number, "")
         if kept and kept == engine_of:
             if self._firsts.get(number) == kept:
@@ -378,6 +381,27 @@ class DeviceSnapshots:
 
     def forget(self, model: str) -> None:
         self._resting.pop(model, None)
+
+    def slots(self, model: str, engines_of: Engines) -> dict[int, list[str]]:
+        """Return the models whose engines a model can take over, by device.
+
+        Engines of its family; before a load since the daemon's start, those of its snapshot's
+        layout. A model has no slots where it has an engine.
+        """
+        family = self._hosts.families.get(model)
+        if family == "":
+            return {}
+        snapshots = [self._cache.get(of) for of in self._cache.of_model(model)]
+        layouts = {snapshot.digest for snapshot in snapshots if snapshot is not None}
+        own, found = engines_of.get(model, {}), defaultdict[int, list[str]](list)
+        for other, hosts in engines_of.items():
+            for number, host in hosts.items():
+                is_alike = (
+                    host.layout_digest in layouts if family is None else host.family == family
+                )
+                if host.family and is_alike and number not in own:
+                    found[number].append(other)
+        return dict(sorted(found.items()))
 
 
 class _State(Enum):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
 
 from gpupool_state import ModelRow
 from gpupoold.api.schemas import (
+    BoundEngine,
     CachedModel,
     CacheInfo,
     SnapshotPlace,
@@ -42,13 +45,14 @@ class CacheControl(ModelPart):
 
     async def info(self) -> CacheInfo:
         """Return all models' snapshots by name, and the use of the budgets."""
-        saved_bytes = await self._saved.sizes()
+        saved_bytes, rows = await self._saved.sizes(), await self._registry.list()
         return CacheInfo(
             host_bytes=self._cache.used_bytes,
             host_limit_bytes=self._cache.budget_bytes,
             disk_bytes=await self._saved.used_bytes(),
             disk_limit_bytes=self._saved.budget_bytes,
-            models=[self._view(row, saved_bytes) for row in await self._registry.list()],
+            models=[self._view(row, saved_bytes) for row in rows],
+            engines=self._engines([row.spec.name for row in rows]),
             unpinned=[
                 UnpinnedMemory(
                     device=worker.number,
@@ -59,6 +63,27 @@ class CacheControl(ModelPart):
                 if (status := worker.status) is not None and status.unpinned_bytes
             ],
         )
+
+    def _engines(self, models: Sequence[str]) -> list[BoundEngine]:
+        """Return all engines by device and model, with the models that can take each over."""
+        engines_of = self._fleet.hosts.engines()
+        siblings = defaultdict[tuple[int, str], list[str]](list)
+        for model in models:
+            for number, others in self._fleet.snapshots.slots(model, engines_of).items():
+                for other in others:
+                    siblings[number, other].append(model)
+        engines = [
+            BoundEngine(
+                device=number,
+                model=model,
+                num_bytes=host.memory.device_bytes,
+                siblings=siblings[number, model],
+                why_unshared=host.why_unshared,
+            )
+            for model, hosts in engines_of.items()
+            for number, host in hosts.items()
+        ]
+        return sorted(engines, key=lambda engine: (engine.device, engine.model))
 
     async def set_pinned(self, name: str, is_pinned: bool) -> CachedModel:
         """Pin or unpin a model's snapshot in host memory, also for later daemons.

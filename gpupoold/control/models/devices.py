@@ -255,7 +255,7 @@ class EngineRoom(ModelPart):
             is_home=self._home(name) == number,
             idle_s=time.time() - (self._cache.last_used_at(name) or 0.0),
             freed_bytes=freed_bytes,
-            layout=engines[name].layout_digest,
+            layout=engines[name].layout_digest if engines[name].family else "",
             family=engines[name].family,
             served_s=0.0 if is_changing else self._served_s(name, number, engines[name].since_s),
             slack_s=slack_s,

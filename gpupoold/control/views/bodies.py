@@ -190,6 +190,7 @@ def usage(
     workers: Sequence[Worker],
     memories_of: Memories,
     engines_of: Engines,
+    fleet: Fleet,
     cache: SnapshotCache,
     now_s: float,
     *,
@@ -220,25 +221,14 @@ def usage(
                 "device": number,
                 "load": host.load,
                 "resident_bytes": host.resident_bytes,
+                "why_unshared": host.why_unshared,
                 **msgspec.structs.asdict(host.memory),
             }
             for number, host in engines.items()
         ],
-        "slots": [] if engines else [*slots(name, engines_of, cache)],
+        "slots": [] if engines else [*fleet.snapshots.slots(name, engines_of)],
         "unbound_bytes": unbound_bytes(name, workers),
     }
-
-
-def slots(name: str, engines_of: Engines, cache: SnapshotCache) -> dict[int, list[str]]:
-    """Return the models whose engines a model with a snapshot can take over, by device."""
-    snapshots = [cache.get(of) for of in cache.of_model(name)]
-    layouts = {snapshot.digest for snapshot in snapshots if snapshot is not None}
-    found: dict[int, list[str]] = {}
-    for model, hosts in engines_of.items() if layouts else ():
-        for number, host in hosts.items():
-            if model != name and host.layout_digest in layouts:
-                found.setdefault(number, []).append(model)
-    return dict(sorted(found.items()))
 
 
 def _draft_values(drafts: DraftCounts) -> Values | None:

@@ -216,6 +216,7 @@ class Explainer(ModelPart):
             num_requests=sum(request.device == worker.number for request in live),
             turns=self._turns(worker.number, now_s),
             engine_bytes=host.memory.device_bytes,
+            why_unshared=host.why_unshared,
             hosting=HostingReason.FIXED.why if is_fixed else host.why,
         )
 
@@ -249,7 +250,7 @@ class Explainer(ModelPart):
         return f"{now.state.value}: accepts no requests"
 
     def _next_engine(self, name: str) -> str:
-        slots = views.slots(name, self._fleet.hosts.engines(), self._cache)
+        slots = self._fleet.snapshots.slots(name, self._fleet.hosts.engines())
         if not slots:
             return "loads the model on a device"
         places = (f"{' or '.join(models)} on device {number}" for number, models in slots.items())

@@ -260,6 +260,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
             record(message.layout_digest, message.memory, has_snapshot=message.has_snapshot)
             host.load, host.since_s = message.stages, time.monotonic()
             host.resident_bytes = message.resident_bytes
+            host.why_unshared = message.why_unshared
             load.set_result((message, fd))
         elif fd is not None:
             os.close(fd)  # the caller no longer waits, and unloads the model or replaces the engine

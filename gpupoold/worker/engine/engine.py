@@ -56,7 +56,7 @@ from gpupoold.worker.engine.vllm_process import (
 from gpupoold.worker.process import engine_arguments
 from gpupoold.worker.threads import HEAP
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.loading import SNAPSHOT_FORMAT, ModelLoad
+from gpupoold.worker.weights.loading import SNAPSHOT_FORMAT, ModelLoad, Sharing
 from gpupoold.worker.weights.rank_loads import LeaderLoad
 
 # Former models of an engine for which it remembers the gates.
@@ -90,8 +90,7 @@ class ModelEngine:
         self.name = name
         self.info = info
         self.weights: WeightMemory = load.weights
-        self.family = load.family
-        """What the engine's next model must have in common with its model; empty for none."""
+        self.sharing = load.sharing
         self.memory = EngineMemory()
         """The memory outside the pages, as measured around the engine's first load."""
         self.layout_digest = load.layout.digest
@@ -139,7 +138,7 @@ class ModelEngine:
         Another model of the family may then be bound to the engine. The weights stay in the pool as
         unbound pages.
         """
-        assert self.family
+        assert self.sharing.family
         self.drop_encoder_outputs()
         if self.prefixes is not None:
             self.prefixes.drop_ended()
@@ -523,7 +522,7 @@ def load_engine(
     with load.active():
         try:
             config = config_of(model, load.device, skips_checkpoint=load.skips_checkpoint)
-            load.family = family_of(model, config, load.device)
+            load.sharing = sharing_of(model, config, load.device)
             core = _build_core(model, config)
             if load.kv_address_range is None:  # a model without KV has the null block only
                 load.make_kv(page_bytes)
@@ -557,17 +556,22 @@ def config_of(model: ModelToLoad, device: Device, *, skips_checkpoint: bool = Fa
     )
 
 
-def family_of(model: ModelToLoad, config: VllmConfig, device: Device) -> str:
+def sharing_of(model: ModelToLoad, config: VllmConfig, device: Device) -> Sharing:
     """Return what two models must have in common, beside the layout, to use one engine in turn.
 
-    Empty for models that never share: on groups, with slots of adapters, with a drafter, and with
-    code of their own. To be called before the engine is built, which changes ``config``.
+    To be called before the engine is built, which changes ``config``.
     """
-    has_more = config.lora_config is not None or config.speculative_config is not None
-    if device.num_ranks > 1 or has_more or has_own_code(config.model_config):
-        return ""
+    reasons = {
+        "its device has several GPUs": device.num_ranks > 1,
+        "it has slots for adapters": config.lora_config is not None,
+        "its steps have drafts": config.speculative_config is not None,
+        "its checkpoint has code of its own": has_own_code(config.model_config),
+    }
+    if reason := next((reason for reason, is_given in reasons.items() if is_given), ""):
+        return Sharing("", reason)
     options = [model.max_model_len, model.dtype, model.max_images, model.engine]
-    return f"{family_hash(config)} {msgspec.json.encode(options, order='sorted').decode()}"
+    encoded = msgspec.json.encode(options, order="sorted").decode()
+    return Sharing(f"{family_hash(config)} {encoded}")
 
 
 def _build_core(model: ModelToLoad, config: VllmConfig) -> EngineCore:

@@ -24,7 +24,7 @@ from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import LoadModel, LoadProgress
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.configuration import failure
-from gpupoold.worker.engine.engine import ModelEngine, config_of, family_of, load_engine
+from gpupoold.worker.engine.engine import ModelEngine, config_of, load_engine, sharing_of
 from gpupoold.worker.engine.grammars import EngineGrammars
 from gpupoold.worker.engine.vllm_process import make_snapshot
 from gpupoold.worker.kv.residency import Residency
@@ -183,7 +183,7 @@ class EngineLoader:
         model, device = message.model, self.device
         try:
             config = config_of(model, device)
-            if family_of(model, config, device) != kept.family:
+            if sharing_of(model, config, device) != kept.sharing:
                 return None
             return EngineGrammars(config, model.name)
         except Exception as error:  # the load that follows has the same

@@ -108,6 +108,7 @@ class DeviceModels:
             end.engine_of,
             _digest(engine),
             end.resident_bytes,
+            engine.sharing.why_none,
         )
         self.send(answer, (engine.weights.snapshot.fd,))
 
@@ -140,7 +141,7 @@ class DeviceModels:
         is_idle = not self.ledger.live_requests(name)
         self.ledger.remove_model(name)
         self.self_checks.forget(name)
-        if kept_until_s and is_idle and engine.family and engine.weights.has_snapshot:
+        if kept_until_s and is_idle and engine.sharing.family and engine.weights.has_snapshot:
             self.close_kept()
             self.residency.vacate(name)
             self._kept = engine, kept_until_s
@@ -177,8 +178,8 @@ class DeviceModels:
 
 def _digest(engine: ModelEngine) -> str:
     """Return the family of an engine together with its layout, empty without a family."""
-    family = f"{engine.family} {engine.layout_digest}" if engine.family else ""
-    return family and hashlib.sha256(family.encode()).hexdigest()
+    family = engine.sharing.family
+    return family and hashlib.sha256(f"{family} {engine.layout_digest}".encode()).hexdigest()
 
 
 def _failure(name: str, error: Exception) -> m.ModelFailed:

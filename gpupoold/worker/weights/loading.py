@@ -113,6 +113,16 @@ class WeightSource(NamedTuple):
 _NO_SNAPSHOT = WeightSource()
 
 
+class Sharing(NamedTuple):
+    """What the next model of an engine must have in common with its model, beside the layout.
+
+    ``family`` is empty if no other model can have the engine, for the reason in ``why_none``.
+    """
+
+    family: str = ""
+    why_none: str = ""
+
+
 class ModelLoad:
     """One model's memory during its load, which results in ``weights`` and the KV range.
 
@@ -155,7 +165,7 @@ class ModelLoad:
         self.kv_address_range: AddressRange | None = None
         self._weight_range: AddressRange | None = None
         self.layout: WeightLayout | None = None
-        self.family = ""
+        self.sharing = Sharing()
         self.slot_bytes = 0
         self._num_weight_pages = 0
         self.host = HostWeights(device, self._release_bytes)

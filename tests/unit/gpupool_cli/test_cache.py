@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupool_cli import output
-from gpupoold.api.schemas import CacheInfo, SnapshotPlace, UnpinnedMemory
+from gpupoold.api.schemas import BoundEngine, CacheInfo, SnapshotPlace, UnpinnedMemory
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -58,6 +58,24 @@ def test_ls_with_memory_that_no_driver_pins(
     shown = " ".join(cli("cache", "ls").stdout.split())
     assert "3 GiB of host memory are not pinned: cuMemHostRegister failed; copies pass" in shown
     assert "device 1 5 GiB of host memory are not pinned yet; copies pass" in shown
+
+
+def test_ls_with_engines(daemon: FakeDaemon, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [
+        BoundEngine(device=0, model="a", num_bytes=1 << 30, siblings=["b", "c"]),
+        BoundEngine(device=0, model="d", num_bytes=1 << 30, siblings=[], why_unshared="has drafts"),
+        BoundEngine(device=1, model="e", num_bytes=1 << 30, siblings=[]),
+    ]
+    cache = samples.cache([]).model_copy(update={"engines": engines})
+    monkeypatch.setattr(samples, "cache", lambda models: cache)
+    lines = [line.split() for line in cli("cache", "ls").stdout.splitlines()]
+    at = lines.index("DEVICE ENGINE-OF OUTSIDE ALSO-FOR".split())
+    assert lines[at + 1 : at + 5] == [
+        "0 a 1 GiB b, c".split(),
+        "0 d 1 GiB no other: has drafts".split(),
+        "1 e 1 GiB -".split(),
+        [],
+    ]
 
 
 def test_pin_and_unpin(daemon: FakeDaemon, cli: Cli) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpupoold.api.schemas import EngineInfo
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -36,6 +37,13 @@ def test_an_engine_to_take_over(daemon: FakeDaemon, cli: Cli) -> None:
     shown = cli("show", "a").stdout
     assert "none; takes over one of a fine-tune on device 0, 1;" in shown
     assert "3 MiB on device 0, 5 MiB on device 1" in shown
+
+
+def test_an_engine_for_no_other_model(daemon: FakeDaemon, cli: Cli) -> None:
+    usage = samples.usage(samples.model("a"), measured=True)
+    alone = EngineInfo(device=0, device_bytes=1 << 30, host_bytes=0, why_unshared="has drafts")
+    daemon.add("a", usage=usage.model_copy(update={"engines": [alone]}))
+    assert "not for fine-tunes: has drafts" in cli("show", "a").stdout
 
 
 @pytest.mark.parametrize("arguments", [("a",), ("a", "0", "--auto"), ("a", "x"), ("a", "2")])

@@ -14,7 +14,7 @@ from gpupoold.control.processes.supervised import Death
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.domain import ModelState, Preset, Targets
 from gpupoold.errors import Failed, Refused
-from tests.unit.control.fleet_box import FleetBox, spec_of
+from tests.unit.control.fleet_box import LAYOUT, FleetBox, spec_of
 from tests.unit.control.loaded import loaded
 
 NAME = "llama"
@@ -235,3 +235,23 @@ async def test_a_change_of_a_user_waits_for_work_and_for_other_changes() -> None
     assert seen == ["work", "first", "first", "second", "second"]
     assert not fleet.is_changing("a")
     assert await fleet.woken() == {"a", "another"}
+
+
+def test_engines_to_take_over() -> None:
+    """Of the family that the worker has told; by the layout of the snapshot before any load."""
+    box = FleetBox(["a", "b", "c", "d", "alone"])
+    hosts, slots = box.fleet.hosts, box.fleet.snapshots.slots
+    families = {"a": "llama", "b": "llama", "d": "other", "alone": ""}
+    for number, name in ((0, "a"), (1, "b"), (1, "d"), (2, "alone")):
+        host = hosts.of(name, number)
+        host.note(HostEvent.LOAD)
+        host.loaded(LAYOUT, has_snapshot=True)
+        hosts.loaded(name, number, family=families[name])
+    engines = hosts.engines()
+    assert slots("a", engines) == {1: ["b"]}
+    assert slots("alone", engines) == {}
+    assert slots("c", engines) == {}
+    box.warm.add("c")
+    assert slots("c", engines) == {0: ["a"], 1: ["b", "d"]}
+    hosts.loaded("c", 3, family="other")
+    assert slots("c", engines) == {1: ["d"]}

@@ -272,10 +272,19 @@ class TestScarcity:
         """Two devices, each with place for two engines, which have them."""
         memory = {"engines": 25}
         box = ModelsBox(tmp_path, registry, history, load_timeout_s=TIMEOUT_S, memory=memory)
-        box.engine_bytes = 10
+        box.engine_bytes, box.family = 10, "another family"
         async with running(box, "a", "b"):
             await box.until(lambda: all(one.has_loaded for one in box.supervisor.workers))
             yield box
+
+    async def test_engines_without_a_family_are_no_place_for_another(self, full: ModelsBox) -> None:
+        """Engines of models with adapters or drafters, say, of equal layout."""
+        full.family = ""
+        await added(full, "c")
+        room, [number] = full.lifecycle.room, full.hosts_of("c")
+        engines = room.device(full.supervisor.workers[number]).engines
+        assert len(engines) == 2
+        assert all(bool(engine.layout) == (name != "c") for name, engine in engines.items())
 
     async def test_a_second_engine_makes_place(self, full: ModelsBox) -> None:
         await added(full, "c")

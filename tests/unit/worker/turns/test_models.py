@@ -18,6 +18,7 @@ from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.turns import loads
 from gpupoold.worker.turns.loads import EngineLoader, KeptEngine, LoadOrder
 from gpupoold.worker.turns.models import DeviceModels
+from gpupoold.worker.weights.loading import Sharing
 from gpupoold.worker.weights.reading import HostLoadFails
 
 
@@ -27,7 +28,7 @@ class PlayedEngine:
 
     name: str
     told: list[str]
-    family: str = "llama"
+    sharing: Sharing = field(default_factory=lambda: Sharing("llama"))
     has_snapshot: bool = True
     layout_digest: str = "old"
     memory: m.EngineMemory = field(default_factory=lambda: m.EngineMemory(7, 8))
@@ -52,7 +53,7 @@ def told() -> list[str]:
 @pytest.fixture
 def models(told: list[str]) -> DeviceModels:
     engines = {name: PlayedEngine(name, told) for name in ("a", "b")}
-    engines["alone"] = PlayedEngine("alone", told, family="")
+    engines["alone"] = PlayedEngine("alone", told, sharing=Sharing())
     engines["detached"] = PlayedEngine("detached", told, has_snapshot=False)
     engines["asked"] = PlayedEngine("asked", told)
     residency = SimpleNamespace(

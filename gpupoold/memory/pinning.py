@@ -137,8 +137,15 @@ class PinnedMemory:
     the ranges of ``unpin_later``.
     """
 
-    def __init__(self, driver: HostDriver, idle: IdleLock | None = None) -> None:
+    def __init__(
+        self,
+        driver: HostDriver,
+        idle: IdleLock | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.idle = idle or IdleLock()
+        self._clock, self._sleep = clock, sleep
         self.numa_node = libc.NO_NODE
         """The node of memory for buffers."""
         self.stages_far = False
@@ -169,7 +176,7 @@ class PinnedMemory:
         """Pin a range, as far as the driver permits; the rest is tried again later."""
         held = self._hold(address, num_bytes)
         while held.pinned_bytes < num_bytes and self._pin_piece(held):
-            time.sleep(_PAUSE_S)
+            self._sleep(_PAUSE_S)
         if held.pinned_bytes < num_bytes:
             self._wait_for_idleness(held)
 
@@ -273,7 +280,7 @@ class PinnedMemory:
                     self._pin_piece(held)
                 finally:
                     self.idle.release()
-                time.sleep(_PAUSE_S)
+                self._sleep(_PAUSE_S)
             elif not self._is_needed_within(_LIVE_INTERVAL_S):
                 self._pin_piece(held)
 
@@ -327,14 +334,14 @@ class PinnedMemory:
         """Unregister the pieces of a range, with pauses in which others have the locks."""
         is_left = True
         while is_left:
-            is_alone, started_s = self.idle.try_alone(), time.perf_counter()
+            is_alone, started_s = self.idle.try_alone(), self._clock()
             try:
                 is_left = self._unpin_piece(held)
             finally:
                 if is_alone:
                     self.idle.release()
-            took_s = time.perf_counter() - started_s
-            time.sleep(_PAUSE_S if is_alone else max(_PAUSE_S, _UNPIN_PAUSES * took_s))
+            took_s = self._clock() - started_s
+            self._sleep(_PAUSE_S if is_alone else max(_PAUSE_S, _UNPIN_PAUSES * took_s))
         with self._changed:
             del self._ranges[held.address]
             self._problem = ""

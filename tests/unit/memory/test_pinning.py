@@ -293,7 +293,7 @@ class Clock:
         self.pauses_s: list[float] = []
         self._now_s = 0.0
 
-    def perf_counter(self) -> float:
+    def __call__(self) -> float:
         self._now_s += 0.01
         return self._now_s
 
@@ -305,19 +305,16 @@ class Clock:
 class TestUnpinning:
     @pytest.mark.parametrize(("is_live", "pause_s"), [(False, 0.001), (True, 0.04)])
     def test_a_piece_at_a_time_with_pauses_for_others(
-        self,
-        device: CudaDevice,
-        driver: FakeCuda,
-        monkeypatch: pytest.MonkeyPatch,
-        is_live: bool,
-        pause_s: float,
+        self, driver: FakeCuda, is_live: bool, pause_s: float
     ) -> None:
-        device.pin(1 << 45, 16 * PAGE)
+        driver.open(0)
         clock = Clock()
-        monkeypatch.setattr(pinning, "time", clock)
-        device.set_live(is_live)
+        memory = PinnedMemory(driver, clock=clock, sleep=clock.sleep)
+        memory.pin(1 << 45, 16 * PAGE)
+        memory.idle.set_live(is_live)
         driver.log.clear()
-        device.unpin(1 << 45, 16 * PAGE)
+        clock.pauses_s.clear()
+        memory.unpin(1 << 45, 16 * PAGE)
         starts = [(1 << 45) + page * PAGE for page in (12, 6, 0)]
         assert [at for call, at, _ in driver.log if call == "unregister_host"] == starts
         assert clock.pauses_s == pytest.approx([pause_s] * 3)

@@ -72,6 +72,8 @@ BETTER_BY = 0.002
 SLOW_SWITCH, SLOW_SWITCH_S = "aegaeon-fig11a-slow-switch", 3.0
 OWN_ENGINES, SHARED_ENGINES = "aegaeon-fig11a-own-engines", "aegaeon-fig11a-shared-engines"
 _NUM_FAMILIES = 8
+# Memory for eight engines on a GPU.
+_ENGINES_BYTES = 2_500_000_000
 # A number of models of figure 11a that must be served.
 _NUM_FIG11A = 140
 _EXPIRED = 0.5
@@ -142,7 +144,7 @@ def _variants() -> dict[str, FigurePanel]:
     own = replace(
         panel,
         policies=("gpupool", "aegaeon", "request-level"),
-        host_wishes=HostWishes(engine_bytes=ENGINE_BYTES),
+        host_wishes=HostWishes(engine_bytes=ENGINE_BYTES, engines_bytes=_ENGINES_BYTES),
     )
     shared = replace(own, num_families=_NUM_FAMILIES)
     named = {SLOW_SWITCH: slow, OWN_ENGINES: own, SHARED_ENGINES: shared}

@@ -25,8 +25,14 @@ _GIB = 1 << 30
 _LARGE_GPU_BYTES, _HOST_BYTES_PER_LARGE_GPU = 70 * 10**9, 256 * _GIB
 # The largest cloud instance with eight A10G (AWS g5.48xlarge) has 768 GiB.
 _HOST_BYTES_PER_SMALL_GPU = 96 * _GIB
-ENGINE_BYTES = 280_000_000
-"""Measured memory of an engine outside the pages, the mean of ten of FP8 8B models on an H200."""
+LIBRARIES_BYTES = 1_120_000_000
+"""Memory of libraries and kernels, which the first engine of a GPU loads for all: the first one
+measured on an H200 took 1.2 GiB.
+"""
+ENGINE_BYTES = 172_000_000
+"""Memory of an engine outside the pages: ten of FP8 8B models took 2.84 GB on an H200, with
+libraries.
+"""
 LOAD_S = 13.0
 """Measured per further FP8 model of 9 GB on an H200, compiled kernels (docs/internals/gpu.md)."""
 
@@ -46,8 +52,8 @@ class HostWishes:
 
     An engine takes ``engine_bytes`` outside the pages of each GPU, or what ``own_engine_bytes`` has
     for its model; with 0 engines take nothing, and every device has all of them.
-    ``engines_bytes`` is the limit for the engines of a GPU. The load of an engine takes ``load_s``
-    seconds. ``prefix_cache_bytes`` limits the KV of ended requests on the whole box.
+    ``engines_bytes`` is the limit for the engines of a GPU, with libraries. The load of an engine
+    takes ``load_s`` seconds. ``prefix_cache_bytes`` limits the KV of ended requests of the box.
     """
 
     kv_host_bytes: int | None = None
@@ -189,8 +195,8 @@ def host_memory(box: Box, wishes: HostWishes = NO_WISHES) -> HostMemory:
 def engine_costs(box: Box, wishes: HostWishes = NO_WISHES) -> EngineCosts | None:
     """Return the costs of the engines of a box; None if engines take no memory.
 
-    The limit is the daemon's default unless wished. Groups need no other figures: an engine takes
-    the memory on each of their GPUs.
+    The limit is the daemon's default unless wished, less the libraries. Groups need no other
+    figures: an engine takes the memory on each of their GPUs.
 
     Raises:
         UsageError: the wishes have a limit or a time of loads, but engines take no memory.
@@ -199,12 +205,13 @@ def engine_costs(box: Box, wishes: HostWishes = NO_WISHES) -> EngineCosts | None
     if not (num_bytes or wishes.own_engine_bytes):
         if wishes.engines_bytes is None and wishes.load_s is None:
             return None
-        raise UsageError("engines take no memory here", "add --engine-memory, such as 280MB")
+        raise UsageError("engines take no memory here", "add --engine-memory, such as 172MB")
     limit_bytes = wishes.engines_bytes
     if limit_bytes is None:
         limit_bytes = default_engines_bytes(work_out(Wishes(), _machine(box)))
     load_s = LOAD_S if wishes.load_s is None else wishes.load_s
-    return EngineCosts(num_bytes, limit_bytes, load_s, wishes.own_engine_bytes)
+    left_bytes = max(0, limit_bytes - LIBRARIES_BYTES)
+    return EngineCosts(num_bytes, left_bytes, load_s, wishes.own_engine_bytes)
 
 
 def _machine(box: Box) -> Machine:

@@ -45,8 +45,8 @@ BIND_S = 0.01
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
     """Costs of an engine: ``num_bytes`` of memory outside the pages on each GPU, and the seconds of
-    a load. All engines of a GPU have at most ``limit_bytes``. ``own_bytes`` has the models whose
-    engines are of another size.
+    a load. All engines of a GPU have at most ``limit_bytes``, beside the libraries. ``own_bytes``
+    has the models whose engines are of another size.
     """
 
     num_bytes: int

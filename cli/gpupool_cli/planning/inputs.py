@@ -86,7 +86,7 @@ EngineMemoryOption = Annotated[
         "--engine-memory",
         parser=engine_memory,
         metavar="SIZE[,MODEL=SIZE...]",
-        help="Memory of an engine outside the pages, as `gpupool show` says; default: 280MB, "
+        help="Memory of an engine outside the pages, as `gpupool show` says; default: 172MB, "
         "but 0B (free) in most presets.",
     ),
 ]
@@ -94,7 +94,7 @@ EnginesLimitOption = Annotated[
     int | None,
     _size_option(
         "--engines-limit",
-        "Limit for the engines of a GPU, as memory.engines; default: as the daemon.",
+        "Limit for engines and libraries of a GPU, as memory.engines; default: as the daemon.",
     ),
 ]
 EngineLoadOption = Annotated[

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gpupoold.latency.shape import group_name, hardware
 from gpupoold.sim.boxes import Box
-from gpupoold.sim.host import engine_costs, host_memory
+from gpupoold.sim.host import LIBRARIES_BYTES, engine_costs, host_memory
 from gpupoold.sim.hosting import BIND_S
 from gpupoold.sim.planner.models import Basis, PlannedModel, measured_on
 from gpupoold.sim.planner.plan import Plan, PlanQuestion, names_text
@@ -118,7 +118,7 @@ def _engines(question: PlanQuestion, plan: Plan) -> str:
     most = engines.most_on_device(question.models)
     size = (
         f"Engines: {format_bytes(engines.num_bytes)} each of {format_bytes(engines.limit_bytes)} "
-        "on a GPU (memory.engines)"
+        f"on a GPU (memory.engines less {format_bytes(LIBRARIES_BYTES)} for libraries)"
     )
     if most == len(models):
         return f"{size}: every device has those of all models."

@@ -14,7 +14,14 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.device import BoxDevice
 from gpupoold.sim.engine import SimOutcome, Simulation
-from gpupoold.sim.host import ENGINE_BYTES, FREE_ENGINES, LOAD_S, HostWishes, engine_costs
+from gpupoold.sim.host import (
+    ENGINE_BYTES,
+    FREE_ENGINES,
+    LIBRARIES_BYTES,
+    LOAD_S,
+    HostWishes,
+    engine_costs,
+)
 from gpupoold.sim.hosting import BIND_S, EngineCosts, Hosting
 from gpupoold.sim.lengths import Lengths
 from gpupoold.sim.policies import PolicyOptions, make_policy
@@ -76,16 +83,16 @@ class TestCosts:
 
     def test_the_limit_is_the_daemons(self) -> None:
         # Three quarters of the reserve of a GPU of 80 GiB, which is 3 GiB.
-        costs = EngineCosts(ENGINE_BYTES, 3 * GIB * 3 // 4, LOAD_S)
+        costs = EngineCosts(ENGINE_BYTES, 3 * GIB * 3 // 4 - LIBRARIES_BYTES, LOAD_S)
         assert engine_costs(parse_box("8xH800")) == costs
-        assert costs.most_on_device([f"m{number}" for number in range(20)]) == 8
+        assert costs.most_on_device([f"m{number}" for number in range(20)]) == 7
 
     def test_wishes_are_kept(self) -> None:
-        wishes = HostWishes(engine_bytes=1, engines_bytes=2, load_s=3.0)
+        wishes = HostWishes(engine_bytes=1, engines_bytes=LIBRARIES_BYTES + 2, load_s=3.0)
         assert engine_costs(parse_box("1xA10"), wishes) == EngineCosts(1, 2, 3.0)
 
     def test_a_limit_needs_the_memory_of_an_engine(self) -> None:
-        wishes = HostWishes(engines_bytes=2).over(FREE_ENGINES)
+        wishes = HostWishes(engines_bytes=LIBRARIES_BYTES + 2).over(FREE_ENGINES)
         with pytest.raises(UsageError, match="take no memory"):
             engine_costs(parse_box("1xA10"), wishes)
         costs = engine_costs(parse_box("1xA10"), HostWishes(engine_bytes=1).over(wishes))

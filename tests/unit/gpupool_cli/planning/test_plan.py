@@ -99,11 +99,11 @@ def test_host_memory(cli: Cli, models: str) -> None:
 def test_engines_that_do_not_all_fit(cli: Cli, models: str) -> None:
     asked = ("plan", "--devices", "1xA10", "--models", models, *SHORT)
     usual = " ".join(cli(*asked).output.split())
-    assert "Engines: 267 MiB each of 1.88 GiB" in usual
+    assert "Engines: 164 MiB each of 852 MiB" in usual
     assert "every device has those of all models" in usual
-    scarce = ("--engine-memory", "1GiB", "--engines-limit", "1GiB", "--engine-load", "20s")
+    scarce = ("--engine-memory", "1GiB", "--engines-limit", "2200MB", "--engine-load", "20s")
     shown = " ".join(cli(*asked, *scarce).output.split())
-    assert "Engines: 1 GiB each of 1 GiB on a GPU" in shown
+    assert "Engines: 1 GiB each of 1.01 GiB on a GPU" in shown
     assert "so that a device has those of 1 model." in shown
     assert "waits 20s for a load" in shown
     assert "if the file of models names their family" in shown
@@ -115,7 +115,7 @@ def test_fine_tunes_take_over_engines(cli: Cli, tmp_path: Path) -> None:
         '[[model]]\nname = "tune"\nshape = "Yi-1.5-6B"\ncount = 3\nfamily = "yi"\nrps = 0.05\n'
     )
     asked = ("plan", "--devices", "1xA10", "--models", str(path), *SHORT)
-    shown = " ".join(cli(*asked, "--engine-memory", "1GiB").output.split())
+    shown = " ".join(cli(*asked, "--engine-memory", "500MB").output.split())
     assert "waits 13s for a load (0 in the runs)" in shown
     taken_over = re.search(r"10ms to take it over \((\d+) in the runs\)", shown)
     assert taken_over is not None
@@ -252,7 +252,7 @@ class TestDaemon:
             self.measured(daemon, name)
             known = daemon.models[name].latencies
             daemon.add(name, latencies=known, path=str(tiny_models["tiny-qwen2"]))
-        scarce = ("--engine-memory", "1GB", "--engines-limit", "1GB")
+        scarce = ("--engine-memory", "1GB", "--engines-limit", "2200MB")
         base = ("plan", "--devices", "1xA10", "--models", "registered", "--rps", "0.1", *SHORT)
         assert "10ms to take it over" in " ".join(cli(*base, *scarce).output.split())
         daemon.add("tune", latencies=known, path=str(tiny_models["tiny-llama"]))

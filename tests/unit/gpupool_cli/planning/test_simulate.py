@@ -73,7 +73,7 @@ def test_host_memory(env: dict[str, str]) -> None:
 
 def test_engines_that_do_not_all_fit(env: dict[str, str]) -> None:
     small = ("--devices", "1xH800", "--models", "3", "--duration", "60s", "--policy", "gpupool")
-    scarce = ("--engine-memory", "1GB", "--engines-limit", "2GB", "--engine-load", "5s")
+    scarce = ("--engine-memory", "1GB", "--engines-limit", "3200MB", "--engine-load", "5s")
     [usual] = rows_of(simulate(env, *small, "--json"))
     [tight] = rows_of(simulate(env, *small, *scarce, "--json"))
     assert usual["engine_loads"] == 0
@@ -92,7 +92,8 @@ def test_engines_that_do_not_all_fit(env: dict[str, str]) -> None:
 
 
 def test_engines_of_some_models_may_have_another_size(env: dict[str, str]) -> None:
-    scarce = ("--engine-memory", "1GB,m01=2GB", "--engines-limit", "2GB", "--engine-load", "5s")
+    limited = ("--engines-limit", "3200MB", "--engine-load", "5s")
+    scarce = ("--engine-memory", "1GB,m01=2GB", *limited)
     [tight] = rows_of(simulate(env, *SMALL, *scarce, "--json"))
     assert int(str(tight["engine_loads"])) > 0
     for wrong, told in (

@@ -272,11 +272,12 @@ class WorkerSupervisor:
         ``limit_s`` None means the load timeout, because a load may have to finish before.
 
         Raises:
-            GpupoolError: the operation's error, or the worker is down.
+            Unavailable: the worker starts, or is down or parked.
+            GpupoolError: the operation's error.
             TimedOut: no answer within ``limit_s``.
         """
         if not worker.is_ready:
-            raise Failed(f"worker {worker.number} is {worker.state}")
+            raise Unavailable(f"worker {worker.number} is {worker.state}")
         call_id = worker.calls.next_id()
         worker.send(m.Call(call_id, method, dict(arguments)))
         return await self._answer(worker, worker.calls, call_id, f"answer {method}", limit_s)

@@ -19,7 +19,7 @@ from gpupoold.control.processes.supervised import Death, ProcessHandlers
 from gpupoold.control.workers.worker import Worker, WorkerProcess
 from gpupoold.control.workers.workers import WorkerSupervisor
 from gpupoold.domain import DeviceFacts, ModelName
-from gpupoold.errors import Failed, TimedOut
+from gpupoold.errors import Failed, TimedOut, Unavailable
 from gpupoold.system.activity import Activity, ActivityPage, ThreadPhase
 from gpupoold.system.nvml import Reading
 from gpupoold.system.process import OUT_OF_DEVICE_MEMORY_STATUS
@@ -219,6 +219,12 @@ async def test_calls_have_a_limit(rig: Rig) -> None:
         await rig.supervisor.call(rig.device, "check_integrity")
     with pytest.raises(TimedOut, match=r"did not answer bench_kv within 0\.05 s"):
         await rig.supervisor.call(rig.device, "bench_kv", limit_s=0.05)
+
+
+async def test_a_worker_that_starts_can_be_called_later(rig: Rig) -> None:
+    """The answer of the admin API is 503, not 500."""
+    with pytest.raises(Unavailable, match="worker 0 is starting"):
+        await rig.supervisor.call(rig.device, "check_integrity")
 
 
 async def test_a_load_behind_an_unload_that_is_given_up(rig: Rig) -> None:

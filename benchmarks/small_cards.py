@@ -2,8 +2,9 @@
 
 A model streams on devices of 1.3, 1.8 and 2.5 models. At a random token another model is added:
 from its checkpoint and read in place, from its snapshot, or as a mixture of experts, whose load
-borrows pages. Each trial is compared with the same stream alone, just before. The mixture is
-reported and not judged: its stream waits where the device is too small for both.
+borrows pages for three times the experts of a layer. Each trial is compared with the same stream
+alone, just before. The mixture is reported and not judged: its stream waits where the device is too
+small for both.
 """
 
 from __future__ import annotations

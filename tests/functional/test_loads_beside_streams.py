@@ -32,7 +32,7 @@ NUM_TOKENS = 150
 SHORT_TOKENS = 24
 # Requests that do not fit on a device beside the weights.
 LONG = {"gptq": 1 << 15, "awq": 1 << 15, "w4a16": 1 << 15, "w8a8": 1 << 14, "fp8-channel": 1 << 14}
-# The weights of a mixture of experts are not read in place: the load borrows pages.
+# A load borrows pages for three times the experts of a layer: here for two thirds of the model.
 # vLLM makes its groups for experts with a process's first engine only, so that one comes first.
 KINDS = {"borrower": "tiny-mixtral", "streams": "tiny-llama", "other": "tiny-qwen3"}
 

@@ -32,7 +32,14 @@ _CUDA_SEQUENCES = 256
 _LARGE_BYTES = 28 << 30
 _BYTES_PER_SEQUENCE = 256 << 20
 _FEWEST_SEQUENCES = 16
-_MAX_CAPTURED_TOKENS = 512
+# The batches with a CUDA graph: 15 up to 256 tokens where vLLM has 35, on a small GPU the powers of
+# two. Others are padded. Up to 150 tokens on an A100 and 300 on an H100 (operations per byte of
+# memory bandwidth, latency/hardware.toml) a step takes as long as the weights are read, padded or
+# not.
+_CAPTURED_TOKENS = (
+    *(1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, 256, 32)),
+    *range(256, 513, 64),
+)
 # Options that decide which batches have CUDA graphs.
 _CAPTURES = (
     "compilation_config",
@@ -231,9 +238,9 @@ def model_config(model: ModelToLoad) -> ModelConfig:
 def _cuda_defaults(given: Mapping[str, Any], page_bytes: int) -> dict[str, Any]:
     """Return the sizes of batches, unless ``given`` says otherwise.
 
-    vLLM's defaults for GPUs of 70 GiB and more are 1,024 sequences and graphs of up to 512 tokens:
-    for each engine 0.6 GiB of counts per sequence and vocabulary entry, and as much for graphs.
-    A small GPU has graphs for powers of two only, 7 in place of 35; other batches are padded.
+    vLLM's defaults for GPUs of 70 GiB and more are 1,024 sequences and 51 graphs of up to 512
+    tokens: for each engine 0.6 GiB of counts per sequence and vocabulary entry, as much for graphs,
+    and seconds of each load.
     """
     is_large = page_bytes >= _LARGE_BYTES
     fitting = max(_FEWEST_SEQUENCES, page_bytes // _BYTES_PER_SEQUENCE)
@@ -241,10 +248,9 @@ def _cuda_defaults(given: Mapping[str, Any], page_bytes: int) -> dict[str, Any]:
     num_sequences = int(given.get("max_num_seqs") or default)
     if any(name in given for name in _CAPTURES):
         return {"max_num_seqs": num_sequences}
-    size = min(num_sequences, _MAX_CAPTURED_TOKENS)
-    if is_large:
-        return {"max_num_seqs": num_sequences, "max_cudagraph_capture_size": size}
-    sizes = [*(1 << bit for bit in range(size.bit_length()) if 1 << bit < size), size]
+    largest = min(num_sequences, _CAPTURED_TOKENS[-1])
+    sizes = [size for size in _CAPTURED_TOKENS if is_large or size.bit_count() == 1]
+    sizes = [*(size for size in sizes if size < largest), largest]
     return {"max_num_seqs": num_sequences, "cudagraph_capture_sizes": sizes}
 
 

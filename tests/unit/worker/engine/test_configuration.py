@@ -10,24 +10,27 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from gpupoold.worker.engine.configuration import _cuda_defaults
 
+LARGE = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+
 
 @pytest.mark.parametrize(
     ("given", "num_sequences", "captured"),
     [
-        ({}, 256, 256),
-        ({"max_num_seqs": 64}, 64, 64),
-        ({"max_num_seqs": 1024}, 1024, 512),
+        ({}, 256, LARGE),
+        ({"max_num_seqs": 64}, 64, LARGE[:9]),
+        ({"max_num_seqs": 60}, 60, [*LARGE[:8], 60]),
+        ({"max_num_seqs": 1024}, 1024, [*LARGE, 320, 384, 448, 512]),
         ({"max_cudagraph_capture_size": 512}, 256, None),
         ({"max_num_seqs": 32, "compilation_config": {"mode": 0}}, 32, None),
         ({"speculative_config": {"method": "ngram"}}, 256, None),
     ],
 )
 def test_batches_of_engines_that_share_a_gpu(
-    given: dict[str, Any], num_sequences: int, captured: int | None
+    given: dict[str, Any], num_sequences: int, captured: list[int] | None
 ) -> None:
-    expected = {"max_num_seqs": num_sequences}
+    expected: dict[str, Any] = {"max_num_seqs": num_sequences}
     if captured is not None:
-        expected["max_cudagraph_capture_size"] = captured
+        expected["cudagraph_capture_sizes"] = captured
     assert _cuda_defaults(given, 28 << 30) == expected
 
 

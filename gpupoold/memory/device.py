@@ -366,6 +366,8 @@ class AddressRange:
             Exception: the device cannot map; the contents are given up.
         """
         runs = self._pool.bind(owner, first, num_pages)
+        if not runs:
+            return 0
         pages = range(first, first + sum(run.num_pages for run in runs))
         try:
             self._device.map(self._page_address(first), runs)

@@ -182,6 +182,7 @@ class EmulatedDevice(Device):
         libc.munmap(address, num_pages * self.page_bytes)
 
     def map(self, address: int, runs: list[PageRun]) -> None:
+        assert runs, "a GPU's driver refuses to map nothing"
         self.wait_for_driver()
         at = address
         for index, run in enumerate(runs):

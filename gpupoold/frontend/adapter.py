@@ -36,6 +36,7 @@ from vllm.v1.executor import Executor
 
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import default_arguments, media_limits, parse_options
+from gpupoold.equal_tokenizers import share_tokenizers
 from gpupoold.frontend.answer_fields import completing, name_errors_of_streams
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
@@ -78,6 +79,9 @@ _UNUSED_MIDDLEWARE = frozenset(
 
 
 _PROCESSED_IMAGES_GIB = 0.125
+
+# Threads that tokenise, of which vLLM has two for each model; more get more copies.
+_TOKENIZING_THREADS = 2
 
 # Errors raised by code that did not validate its input; vLLM answers the last two itself.
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError)
@@ -186,6 +190,7 @@ class VllmModelApi:
         """
         keep_grammars_off_the_loop()
         bound_rendering()
+        share_tokenizers(_TOKENIZING_THREADS)
         self._args = _arguments(model, loaded)
         self._adapters = model.adapters
         config = engine_config(model, loaded)

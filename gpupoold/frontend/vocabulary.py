@@ -20,6 +20,8 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 
+from gpupoold.equal_tokenizers import vocabulary_of
+
 _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 _IN_ONE_PIECE = 1_000
 _decode = engine_logprobs.convert_ids_list_to_tokens
@@ -109,15 +111,16 @@ async def prepare_texts(tokenizer: Any) -> None:
     """Decode the vocabulary in a thread, unless done: 100,000 tokens take most of a second."""
     if tokenizer is None:
         return
-    if tokenizer not in _decoding:
-        _decoding[tokenizer] = asyncio.create_task(asyncio.to_thread(_decode_all, tokenizer))
-    if not _decoding[tokenizer].done():
-        await asyncio.shield(_decoding[tokenizer])
+    vocabulary = vocabulary_of(tokenizer)
+    if vocabulary not in _decoding:
+        _decoding[vocabulary] = asyncio.create_task(asyncio.to_thread(_decode_all, vocabulary))
+    if not _decoding[vocabulary].done():
+        await asyncio.shield(_decoding[vocabulary])
 
 
 def texts_of(tokenizer: Any, token_ids: list[int]) -> list[str]:
     """Return the text of each token alone, as vLLM's function of this signature."""
-    texts = _texts.setdefault(tokenizer, {})
+    texts = _texts.setdefault(vocabulary_of(tokenizer), {})
     missing = [token for token in dict.fromkeys(token_ids) if token not in texts]
     if missing:
         texts.update(zip(missing, _decode(tokenizer, missing), strict=True))

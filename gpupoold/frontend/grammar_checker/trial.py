@@ -22,6 +22,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from vllm.v1.structured_output.utils import grammar_is_likely_lark
 from xgrammar import Grammar
 
+from gpupoold.equal_tokenizers import share_tokenizers
 from gpupoold.frontend.adapter import engine_config
 from gpupoold.frontend.grammars import GrammarCheck, GrammarVerdict
 from gpupoold.grammar_backends import make_backend
@@ -60,6 +61,7 @@ class Prepared:
     """Shared parts of one model's checks: configuration, tokenizer, xgrammar's compiler."""
 
     def __init__(self, check: GrammarCheck) -> None:
+        share_tokenizers()
         self.config: VllmConfig = engine_config(check.model, check.loaded)
         self.tokenizer: Any = cached_tokenizer_from_config(self.config.model_config)
         cached_get_tokenizer.cache_clear()  # the cache would keep tokenizers of all models

@@ -14,6 +14,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import engine_options, media_limits
+from gpupoold.equal_tokenizers import share_tokenizers
 from gpupoold.errors import Failed, Refused
 from gpupoold.wire.messages import ModelToLoad
 from gpupoold.worker.process import engine_arguments
@@ -175,6 +176,7 @@ def engine_config(
         GpupoolError: an option is wrong, or gpupool does not serve this kind of model.
         Exception: any error of vLLM about the model.
     """
+    share_tokenizers()
     arguments: dict[str, Any] = {
         "model": model.path,
         "served_model_name": [model.name],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from benchmarks.in_worker.device import bench_device
 from benchmarks.in_worker.digests import checksum
+from benchmarks.in_worker.dtype import set_default_dtype
 from benchmarks.in_worker.idle import leftovers
 from benchmarks.in_worker.kv_swap import bench_kv
 from benchmarks.in_worker.switch import bench_switch
@@ -17,4 +18,5 @@ OPERATIONS = {
     "bench_switch": bench_switch,
     "checksum": checksum,
     "leftovers": leftovers,
+    "set_default_dtype": set_default_dtype,
 }

@@ -16,6 +16,7 @@ HEAVY = frozenset({"torch", "vllm", "transformers", "textual"})
 EXEMPT = (
     "gpupoold.checkpoints.tiny",
     "gpupoold.engine_options.parsing",
+    "gpupoold.equal_tokenizers",
     "gpupoold.fleet.actors",
     "gpupoold.frontend",
     "gpupoold.grammar_backends",

@@ -18,7 +18,8 @@ from typing import Any, cast
 
 from gpupoold.memory.device import AddressRange
 from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvGeometry, KvRow, Place
 from gpupoold.memory.pages import PagePool

@@ -72,12 +72,12 @@ def _same(tokenizer: Any) -> Any:
 
 def _digest(folder: Path, kwargs: dict[str, Any]) -> str | None:
     """Return a name for all that determines a tokenizer; None if it is not to be shared."""
-    config = kwargs.pop("config", None)  # made of config.json
+    options = {key: value for key, value in kwargs.items() if key != "config"}  # of config.json
     try:
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         if not files or any(fnmatch(file.name, _PROCESSORS) for file in files):
             return None
-        found = hashlib.sha256(repr(sorted(kwargs.items())).encode())
+        found = hashlib.sha256(repr(sorted(options.items())).encode())
         for file in files:
             if any(fnmatch(file.name.lower(), pattern) for pattern in _FILES):
                 name = str(file.relative_to(folder)).encode("utf-8", "surrogateescape")
@@ -85,8 +85,5 @@ def _digest(folder: Path, kwargs: dict[str, Any]) -> str | None:
         fields = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         return None
-    finally:
-        if config is not None:
-            kwargs["config"] = config
     found.update(json.dumps([fields.get(name) for name in _FIELDS], sort_keys=True).encode())
     return found.hexdigest()

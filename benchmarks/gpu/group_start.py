@@ -22,7 +22,7 @@ from benchmarks.gpu.rig import Setting, arguments, setting_of
 from gpupoold.doctor.facts import GpuFacts
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.memory.device import AddressRange, Copy, Direction
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.libc import create_memfd
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import TransferQueue

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from gpupoold.memory.device import AddressRange, Copy, CopyStream, Device, Direction, cut
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.libc import NO_NODE, node_bytes
 from gpupoold.memory.pages import PagePool
 

@@ -33,7 +33,8 @@ from queue import Empty, SimpleQueue
 from typing import ParamSpec, TypeVar
 
 from gpupoold.memory.device import Copy, CopyStream, Device, Direction, cut
-from gpupoold.memory.host import HostBuffer, lay
+from gpupoold.memory.host import lay
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.system.activity import WORKER, ThreadPhase
 
 _P = ParamSpec("_P")

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 from gpupoold.errors import Failed
 from gpupoold.memory.device import AddressRange, Copy, Device
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.libc import NO_NODE, most_used_node
 from gpupoold.memory.pages import WeightsId
 from gpupoold.memory.transfers import DeviceThread, Transfer, TransferQueue

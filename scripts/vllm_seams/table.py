@@ -20,8 +20,10 @@ _STEPS = "gpupoold/worker/engine/steps.py"
 _ADAPTERS = "gpupoold/worker/engine/adapters.py"
 _GRAMMARS = "gpupoold/worker/engine/grammars.py"
 _MEMORY = "gpupoold/worker/engine/vllm_process.py"
+_FAMILIES = "gpupoold/worker/engine/families.py"
 _DIVISION = "gpupoold/worker/inspection/inspect.py"
 _LOADING = "gpupoold/worker/weights/loading.py"
+_READING = "gpupoold/worker/weights/reading.py"
 _ADAPTER = "gpupoold/frontend/adapter.py"
 _CLIENT = "gpupoold/frontend/pool_client.py"
 _BOUNDS = "gpupoold/frontend/vllm_bounds.py"
@@ -302,9 +304,10 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ),
     (_DIVISION, "vllm.distributed.parallel_state.GroupCoordinator", "world_size"),
     (_DIVISION, "vllm.config.ModelConfig", "verify_with_parallel_config"),
-    (_MEMORY, "vllm.config.VllmConfig", "compute_hash quant_config reasoning_config"),
+    (_READING, "vllm.model_executor.model_loader.utils", "device_loading_context"),
+    (_FAMILIES, "vllm.config.VllmConfig", "compute_hash quant_config reasoning_config"),
     (
-        _MEMORY,
+        _FAMILIES,
         "vllm.config.ModelConfig",
         "model hf_config hf_text_config trust_remote_code pooler_config runner_type architecture",
     ),
@@ -323,9 +326,9 @@ _SOURCES: tuple[tuple[str, str], ...] = (
         "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce.custom_all_reduce",
     ),
     # The names of compiled code, in which the layout's digest takes the place of the path.
-    (_MEMORY, "vllm.config.VllmConfig.compute_hash"),
-    (_MEMORY, "vllm.config.ModelConfig.compute_hash"),
-    (_MEMORY, "vllm.compilation.caching.aot_compile_hash_factors"),
+    (_FAMILIES, "vllm.config.VllmConfig.compute_hash"),
+    (_FAMILIES, "vllm.config.ModelConfig.compute_hash"),
+    (_FAMILIES, "vllm.compilation.caching.aot_compile_hash_factors"),
     # The order in which modules are prepared, and the context around each of them.
     (_LOADING, "vllm.model_executor.model_loader.utils.process_weights_after_loading"),
     (_LOADING, "vllm.model_executor.model_loader.base_loader.BaseModelLoader.load_model"),

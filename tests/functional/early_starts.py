@@ -18,7 +18,8 @@ import torch
 from gpupoold.domain import ModelName
 from gpupoold.memory.device import Copy
 from gpupoold.memory.emulated import ModelledLink
-from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.pages import PagePool
 from gpupoold.system.activity import WORKER
 from gpupoold.wire import messages as m

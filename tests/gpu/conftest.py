@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from tests.gpu.rig import LOGS, Checkpoints
 
 PAGE = 2 << 20

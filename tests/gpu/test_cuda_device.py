@@ -9,7 +9,7 @@ import pytest
 from gpupoold.memory.bandwidth import measure_link
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.device import AddressRange
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.libc import num_nodes
 from gpupoold.memory.pages import PagePool, PageRun
 from tests.gpu.conftest import NUM_PAGES, PAGE

@@ -13,7 +13,7 @@ from gpupoold.memory import pinning
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaError
 from gpupoold.memory.device import Copy, Direction
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.pages import PageRun
 from tests.gpu.conftest import NUM_PAGES, PAGE
 

@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor import models
 
 from gpupoold.checkpoints.files import read_json
-from gpupoold.worker.engine.vllm_process import (
+from gpupoold.worker.engine.families import (
     TOKEN_READERS,
     UNREAD_FIELDS,
     family_hash,

@@ -29,7 +29,8 @@ from gpupoold.control.weights.snapshot_files import SnapshotFiles
 from gpupoold.domain import DeviceFacts, ModelName
 from gpupoold.errors import ConfigError, Failed, Refused
 from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.libc import NO_NODE, create_memfd
 from gpupoold.replay import log_file
 from gpupoold.replay.log_file import LogEntry

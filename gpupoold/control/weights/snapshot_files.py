@@ -36,7 +36,7 @@ from blake3 import blake3
 
 from gpupoold.errors import Failed
 from gpupoold.files import replace_durably
-from gpupoold.memory.host import touch_pages
+from gpupoold.memory.host_buffer import touch_pages
 from gpupoold.memory.libc import NO_NODE, create_memfd, gets_huge_pages, prefer_nodes
 from gpupoold.units import format_bytes
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from gpupoold.errors import Failed
 from gpupoold.memory.device import Copy, CopyStream, Device, Direction, Fence, Unpinned
 from gpupoold.memory.group.link import Link, OrderBook, OrderCount, RankLost
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.pages import PageRun
 
 _Method = TypeVar("_Method", bound=Callable[..., None])

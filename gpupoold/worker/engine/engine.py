@@ -24,7 +24,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.device import Device
-from gpupoold.memory.host import HostBuffer, KvHostCache, Slot
+from gpupoold.memory.host import KvHostCache, Slot
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.pages import WeightsId
 from gpupoold.memory.prefix_tiers import PrefixTiers
@@ -39,6 +40,7 @@ from gpupoold.wire.messages import (
 from gpupoold.worker.engine.adapters import EngineAdapters, RankAdapters
 from gpupoold.worker.engine.block_demand import BlockPoolLedger, ComputedKv, geometry_of
 from gpupoold.worker.engine.configuration import engine_config, refusal
+from gpupoold.worker.engine.families import forget_changed_files, sharing_of
 from gpupoold.worker.engine.grammars import EngineGrammars, use_grammars
 from gpupoold.worker.engine.layer_gates import LayerGates
 from gpupoold.worker.engine.prefixes import StoredPrefixes, shared_owner
@@ -48,20 +50,16 @@ from gpupoold.worker.engine.vllm_process import (
     PooledMemory,
     RankExecutor,
     drop_runner,
-    family_hash,
-    forget_changed_files,
-    has_own_code,
     start_load,
 )
 from gpupoold.worker.process import engine_arguments
 from gpupoold.worker.threads import HEAP
 from gpupoold.worker.weights import tensors
-from gpupoold.worker.weights.loading import SNAPSHOT_FORMAT, ModelLoad, Sharing
+from gpupoold.worker.weights.loading import SNAPSHOT_FORMAT, ModelLoad
 from gpupoold.worker.weights.rank_loads import LeaderLoad
 
 # Former models of an engine for which it remembers the gates.
 _MAX_KNOWN = 64
-
 _SCHEDULERS = {True: "scheduler.AsyncPooledScheduler", False: "scheduler.PooledScheduler"}
 
 
@@ -554,24 +552,6 @@ def config_of(model: ModelToLoad, device: Device, *, skips_checkpoint: bool = Fa
         num_ranks=device.num_ranks,
         page_bytes=device.num_pages * device.page_bytes,
     )
-
-
-def sharing_of(model: ModelToLoad, config: VllmConfig, device: Device) -> Sharing:
-    """Return what two models must have in common, beside the layout, to use one engine in turn.
-
-    To be called before the engine is built, which changes ``config``.
-    """
-    reasons = {
-        "its device has several GPUs": device.num_ranks > 1,
-        "it has slots for adapters": config.lora_config is not None,
-        "its steps have drafts": config.speculative_config is not None,
-        "its checkpoint has code of its own": has_own_code(config.model_config),
-    }
-    if reason := next((reason for reason, is_given in reasons.items() if is_given), ""):
-        return Sharing("", reason)
-    options = [model.max_model_len, model.dtype, model.max_images, model.engine]
-    encoded = msgspec.json.encode(options, order="sorted").decode()
-    return Sharing(f"{family_hash(config)} {encoded}")
 
 
 def _build_core(model: ModelToLoad, config: VllmConfig) -> EngineCore:

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from gpupoold.worker.engine.vllm_process import PooledMemory, between_captures
 from gpupoold.worker.threads import TurnThread, use_step_threads
 from gpupoold.worker.weights.loading import current_load
-from gpupoold.worker.weights.stages import LoadStage
+from gpupoold.worker.weights.stages import LoadStage, replaced
 
 
 class CudaWorker(PooledMemory, Worker):
@@ -84,12 +84,12 @@ class CudaWorker(PooledMemory, Worker):
             _let_steps_run(turns)
             return run(*arguments, **options)
 
-        runner._dummy_run = run_after_steps
-        try:
-            with _steps_between_captures(turns), turns.held():
-                yield
-        finally:
-            del runner._dummy_run
+        with (
+            replaced(runner, "_dummy_run", run_after_steps),
+            _steps_between_captures(turns),
+            turns.held(),
+        ):
+            yield
 
 
 @contextlib.contextmanager
@@ -110,11 +110,8 @@ def _steps_between_captures(turns: TurnThread) -> Iterator[None]:
 
         return capture(manager, create_after_steps, *arguments, **options)
 
-    CudaGraphManager.capture = capture_between_steps  # type: ignore[method-assign]
-    try:
+    with replaced(CudaGraphManager, "capture", capture_between_steps):
         yield
-    finally:
-        CudaGraphManager.capture = capture  # type: ignore[method-assign]
 
 
 def _let_steps_run(turns: TurnThread) -> None:

@@ -6,10 +6,8 @@ The process groups are made once per process, for every kind of model.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
-import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -20,7 +18,6 @@ import torch
 from torch import fx, nn
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
-from vllm.config.utils import hash_factors, normalize_value
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import rotary_embedding
@@ -28,8 +25,6 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams, SamplingType
-from vllm.tokenizers import registry
-from vllm.transformers_utils import config as transformers_config, processor
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -40,14 +35,15 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from gpupoold.errors import GpupoolError
 from gpupoold.memory.group.link import OrderBook
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.worker.engine.configuration import parallel_arguments, refusal
+from gpupoold.worker.engine.families import share_compiled_code
 from gpupoold.worker.engine.layer_gates import LayerGates
 from gpupoold.worker.process import set_group_environment
 from gpupoold.worker.threads import HEAP, TurnThread, use_load_threads
 from gpupoold.worker.weights.loading import ModelLoad, current_load, register_snapshot_format
 from gpupoold.worker.weights.rank_loads import LeaderLoad
-from gpupoold.worker.weights.stages import LoadStage
+from gpupoold.worker.weights.stages import LoadStage, replaced
 
 MAX_ROWS = 128
 """Prompt tokens of a request whose logits exist at one time."""
@@ -57,42 +53,6 @@ _SEED_BITS = 62
 _SHARED_MEMORY = Path("/dev/shm")
 
 _init_method = ""
-
-UNREAD_FIELDS = frozenset(
-    (
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-    )
-)
-"""Fields of config.json that training programs change, and that no step of text models reads."""
-
-TOKEN_READERS = ("LongcatFlashNgramForCausalLM",)
-"""Classes of vLLM's text models that read one of these."""
-
-_IMAGE_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-
-_READ_ONCE = (
-    registry.cached_get_tokenizer,
-    processor.cached_get_processor,
-    processor.cached_get_image_processor,
-    processor.cached_get_video_processor,
-    transformers_config.get_pooling_config,
-    transformers_config.get_sentence_transformer_tokenizer_config,
-    transformers_config.try_get_dense_modules,
-    transformers_config.checkpoint_has_lm_head,
-)
-
-_stamps: dict[str, list[tuple[str, int, int]]] = {}  # of files, by path of the checkpoint
-_layout_digests: dict[str, str] = {}  # by path of the checkpoint
-_vllm_hash = VllmConfig.compute_hash
 
 
 def distributed_init_method() -> str:
@@ -239,100 +199,6 @@ def forget_compiled(model: nn.Module) -> None:
             module.cleanup()
 
 
-def share_compiled_code(config: VllmConfig, layout_digest: str) -> None:
-    """Let a model use the compiled code of models of equal configuration and layout.
-
-    vLLM finds compiled code by a hash that contains the path of the checkpoint, and of the
-    drafter's, so that each fine-tune would be compiled anew. Weights are inputs of the code. The
-    layout's digest replaces the paths: the digest covers shapes, fractions and host tensors of
-    modules, of the drafter too, which may be constants of the code. vLLM's classes may come from
-    the checkpoint: then the path stays.
-    """
-    for model in _models_of(config):
-        _layout_digests[model.model] = layout_digest
-    setattr(VllmConfig, "compute_hash", _family_hash)  # noqa: B010
-
-
-def _family_hash(config: VllmConfig, *arguments: Any, **options: Any) -> str:
-    models = _models_of(config)
-    digests = {_layout_digests.get(model.model) for model in models}
-    if len(digests) == 1 and (digest := digests.pop()) and not any(map(has_own_code, models)):
-        config = _at(config, digest)
-    return _vllm_hash(config, *arguments, **options)
-
-
-def _models_of(config: VllmConfig) -> list[ModelConfig]:
-    """Return the configurations of a model and of its drafter's model, if any."""
-    drafts = config.speculative_config
-    found = [config.model_config, None if drafts is None else drafts.draft_model_config]
-    return [model for model in found if model is not None]
-
-
-def family_hash(config: VllmConfig) -> str:
-    """Return a hash of all that two models of one engine have in common, beside the layout.
-
-    vLLM's own hash covers what decides on compiled code. An engine is also built for a way to pool,
-    for the tokens around the reasoning and for sizes of images, which vLLM finds in other files
-    than config.json. Fields of config.json that no step reads may differ.
-    """
-    model, quantization = config.model_config, config.quant_config
-    files = [*_IMAGE_FILES, *(quantization.get_config_filenames() if quantization else ())]
-    found = [Path(model.model, name) for name in files]
-    texts = [file.read_bytes() if file.is_file() else b"" for file in found]
-    others = normalize_value([model.pooler_config, config.reasoning_config, texts])
-    alike = _at(config, "")
-    is_text = model.runner_type == "generate" and not model.is_multimodal_model
-    if is_text and model.architecture not in TOKEN_READERS:
-        for name in ("hf_config", "hf_text_config"):
-            fields = json.loads(getattr(model, name).to_json_string())
-            read = {key: value for key, value in fields.items() if key not in UNREAD_FIELDS}
-            setattr(alike.model_config, name, read)
-    return hash_factors({"config": _vllm_hash(alike), "others": others})
-
-
-def forget_changed_files(path: str) -> None:
-    """Drop what vLLM has read of checkpoints if the files of the checkpoint at ``path`` changed.
-
-    vLLM reads tokenizers, processors and the way to pool once per path in a process. A model may be
-    removed, trained further, and added again from the same folder.
-    """
-    files = [(file, file.stat()) for file in sorted(Path(path).rglob("*")) if file.is_file()]
-    stamps = [(str(file), stat.st_mtime_ns, stat.st_size) for file, stat in files]
-    if _stamps.setdefault(path, stamps) != stamps:
-        _stamps[path] = stamps
-        for read in _READ_ONCE:
-            read.cache_clear()
-
-
-def has_own_code(model: ModelConfig) -> bool:
-    """Return whether vLLM's classes of a model may come from the checkpoint."""
-    return bool(model.trust_remote_code) and hasattr(model.hf_config, "auto_map")
-
-
-def _at(config: VllmConfig, path: str) -> VllmConfig:
-    """Return a configuration with another path of the model, and of its drafter."""
-    config = copy.copy(config)
-    config.model_config = copy.copy(config.model_config)
-    config.speculative_config = copy.copy(config.speculative_config)
-    if (drafts := config.speculative_config) is not None and drafts.draft_model_config is not None:
-        drafts.draft_model_config = drafter = copy.copy(drafts.draft_model_config)
-        for name in ("hf_config", "hf_text_config"):  # of EAGLE with the path
-            fields = json.loads(getattr(drafter, name).to_json_string())
-            setattr(drafter, name, _without_path(fields))
-    for model in _models_of(config):
-        model.model = path
-    return config
-
-
-def _without_path(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration, and of configurations inside, without the path."""
-    return {
-        name: _without_path(value) if isinstance(value, dict) else value
-        for name, value in fields.items()
-        if name != "_name_or_path"
-    }
-
-
 def start_load(*, skips_checkpoint: bool) -> None:
     """Prepare this process for building another engine."""
     use_load_threads()
@@ -357,11 +223,8 @@ def tracing_alone(turns: TurnThread) -> Iterator[None]:
         with turns.held():
             return trace(tracer, *arguments, **options)
 
-    setattr(fx.Tracer, "trace", trace_alone)  # noqa: B010
-    try:
+    with replaced(fx.Tracer, "trace", trace_alone):
         yield
-    finally:
-        setattr(fx.Tracer, "trace", trace)  # noqa: B010
 
 
 class RankExecutor(UniProcExecutor):

@@ -17,14 +17,16 @@ from gpupoold.durations import LoadStages
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.latency.models import Profile
 from gpupoold.memory.device import Device
-from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.prefix_tiers import PrefixTiers
 from gpupoold.memory.transfers import DeviceThread
 from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire.messages import LoadModel, LoadProgress
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.engine.configuration import failure
-from gpupoold.worker.engine.engine import ModelEngine, config_of, load_engine, sharing_of
+from gpupoold.worker.engine.engine import ModelEngine, config_of, load_engine
+from gpupoold.worker.engine.families import sharing_of
 from gpupoold.worker.engine.grammars import EngineGrammars
 from gpupoold.worker.engine.vllm_process import make_snapshot
 from gpupoold.worker.kv.residency import Residency

@@ -30,7 +30,7 @@ from gpupoold.checkpoints.survey import estimate_weight_bytes, model_dtype_bits
 from gpupoold.engine_options.names import max_rank, num_slots
 from gpupoold.errors import Refused, ServerError
 from gpupoold.memory.device import AddressRange, Device, most_addressable
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.kv_extents import in_whole_extents
 from gpupoold.memory.libc import check_available
 from gpupoold.memory.pages import PagePool, PageRun

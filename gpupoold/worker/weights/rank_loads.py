@@ -18,7 +18,7 @@ from gpupoold.errors import Failed
 from gpupoold.memory.device import AddressRange, Device
 from gpupoold.memory.group.device import FollowerMemory, GroupDevice
 from gpupoold.memory.group.link import Link, OrderBook, OrderCount
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.worker.process import Rank
 from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.weights.loading import ModelLoad

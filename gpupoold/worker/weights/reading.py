@@ -30,6 +30,7 @@ from vllm.platforms import current_platform
 
 from gpupoold.errors import ServerError
 from gpupoold.memory import libc
+from gpupoold.worker.weights.stages import replaced
 
 # Smaller tensors may take part in computations on the device while the model is created.
 LEAST_BYTES = 1 << 20
@@ -111,7 +112,6 @@ def on_host(
         HostLoadFails: torch cannot do with weights in host memory what vLLM asks for.
     """
     create, load = BaseModelLoader.create_model, BaseModelLoader.load_model
-    bring = loader_utils.device_loading_context
     device = torch.device(config.device_config.device)
 
     def create_on_host(loader: BaseModelLoader, *arguments: Any, **options: Any) -> nn.Module:
@@ -132,16 +132,15 @@ def on_host(
         with _failing(), on_device(module, target):
             yield module
 
-    BaseModelLoader.create_model = create_on_host  # type: ignore[method-assign]
-    BaseModelLoader.load_model = load_on_host  # type: ignore[method-assign]
-    loader_utils.device_loading_context = prepare
     config.load_config.device = "cpu"  # vLLM leaves weights there, and moves none for a check
     try:
-        yield
+        with (
+            replaced(BaseModelLoader, "create_model", create_on_host),
+            replaced(BaseModelLoader, "load_model", load_on_host),
+            replaced(loader_utils, "device_loading_context", prepare),
+        ):
+            yield
     finally:
-        BaseModelLoader.create_model = create  # type: ignore[method-assign]
-        BaseModelLoader.load_model = load  # type: ignore[method-assign]
-        loader_utils.device_loading_context = bring
         config.load_config.device = None
 
 
@@ -186,11 +185,8 @@ def reading_ahead() -> Iterator[None]:
     def read_by_threads(*arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return read_ahead(all_weights(*arguments))
 
-    setattr(DefaultModelLoader, "get_all_weights", read_by_threads)  # noqa: B010
-    try:
+    with replaced(DefaultModelLoader, "get_all_weights", read_by_threads):
         yield
-    finally:
-        setattr(DefaultModelLoader, "get_all_weights", all_weights)  # noqa: B010
 
 
 def read_ahead(

@@ -51,20 +51,14 @@ class StageClock:
     @contextlib.contextmanager
     def during_calls(self, stage: LoadStage, owner: Any, name: str) -> Iterator[None]:
         """Count the time of calls of ``owner``'s function ``name`` inside the context."""
-        function, was_own = getattr(owner, name), name in vars(owner)
+        function = getattr(owner, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
             with self.during(stage):
                 return function(*arguments, **options)
 
-        setattr(owner, name, timed)
-        try:
+        with replaced(owner, name, timed):
             yield
-        finally:
-            if was_own:
-                setattr(owner, name, function)
-            else:
-                delattr(owner, name)
 
     @property
     def text(self) -> str:
@@ -82,3 +76,17 @@ class StageClock:
         now_s, field = self._clock(), f"{self.stage.name.lower()}_s"
         setattr(self._stages, field, getattr(self._stages, field) + now_s - self._since_s)
         self.stage, self._since_s = stage, now_s
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let ``owner``, a class, a module or an object, have another function inside the context."""
+    former, was_own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if was_own:
+            setattr(owner, name, former)
+        else:
+            delattr(owner, name)

@@ -1,4 +1,4 @@
-"""Refusal of checkpoints whose tensors or parameters vLLM fills in part only.
+"""Refusal of checkpoints whose tensors vLLM reads in part only.
 
 vLLM's loaders take the part of a tensor that its rank needs. On one GPU that is the whole tensor,
 unless ``config.json`` has another size: with half of the intermediate size a Llama loads without an
@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from gpupoold.worker.weights.stages import replaced
+
 
 @contextlib.contextmanager
 def whole_tensors() -> Iterator[None]:
@@ -38,19 +40,12 @@ def whole_tensors() -> Iterator[None]:
                 copies.note(name, tensor)
                 yield name, tensor
 
-        setattr(DefaultModelLoader, "get_all_weights", noted)  # noqa: B010
-        try:
-            with copies:
-                load(loader, model, config)
-        finally:
-            setattr(DefaultModelLoader, "get_all_weights", get_all_weights)  # noqa: B010
+        with copies, replaced(DefaultModelLoader, "get_all_weights", noted):
+            load(loader, model, config)
         copies.check()
 
-    setattr(DefaultModelLoader, "load_weights", load_weights)  # noqa: B010
-    try:
+    with replaced(DefaultModelLoader, "load_weights", load_weights):
         yield
-    finally:
-        setattr(DefaultModelLoader, "load_weights", load)  # noqa: B010
 
 
 @dataclass

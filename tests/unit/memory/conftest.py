@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpupoold.memory.cuda.device import CudaDevice
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from tests.unit.memory.cuda_rig import NUM_PAGES, PAGE, page_of
 from tests.unit.memory.fake_cuda import FakeCuda
 from tests.unit.memory.rig import Rig

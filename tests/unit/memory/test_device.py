@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpupoold.memory.device import AddressRange, FillTime
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.pages import OutOfPages, PagePool, PageRun, split_runs
 from tests.unit.memory.rig import PAGE, Rig, pattern, read, write
 

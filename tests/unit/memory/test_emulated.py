@@ -14,7 +14,7 @@ import pytest
 
 from gpupoold.memory import libc
 from gpupoold.memory.emulated import EmulatedDevice, ModelledDriver, default_page_bytes
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.libc import available_bytes, create_memfd
 from gpupoold.memory.pages import PageRun
 from tests.unit.descriptors import open_descriptors, opened_since

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from gpupoold.memory import libc, pinning
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.device import Copy, Direction
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.pinning import IdleLock, PinnedMemory
 from tests.unit.memory.cuda_rig import PAGE, host_pages, mapped, page_of
 from tests.unit.memory.fake_cuda import FakeCuda

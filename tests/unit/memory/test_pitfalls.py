@@ -12,7 +12,8 @@ import pytest
 from gpupoold.memory import pinning
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.device import AddressRange, Copy, CopyStream, Direction
-from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.kv_extents import Place
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.transfers import TransferQueue

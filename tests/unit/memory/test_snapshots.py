@@ -12,7 +12,7 @@ import pytest
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.device import AddressRange, Device
 from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.weights import Snapshots, WeightMemory
 from gpupoold.wire.messages import SnapshotDropped, SnapshotTaken

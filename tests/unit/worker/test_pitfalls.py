@@ -15,7 +15,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from gpupoold.memory.device import AddressRange, Direction  # noqa: E402
 from gpupoold.memory.emulated import EmulatedDevice  # noqa: E402
-from gpupoold.memory.host import HostBuffer  # noqa: E402
+from gpupoold.memory.host_buffer import HostBuffer  # noqa: E402
 from gpupoold.memory.kv_extents import Place  # noqa: E402
 from gpupoold.memory.pages import PagePool  # noqa: E402
 from gpupoold.memory.transfers import TransferQueue  # noqa: E402

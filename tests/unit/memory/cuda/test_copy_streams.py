@@ -12,7 +12,7 @@ from gpupoold.memory.cuda import driver as cuda_copy_stream
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaError
 from gpupoold.memory.device import Copy, CopyStream, Direction
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.pages import PageRun
 from tests.unit.memory.cuda_rig import (
     COMPUTE,

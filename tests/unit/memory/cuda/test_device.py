@@ -12,7 +12,7 @@ from gpupoold.memory.cuda import device as cuda
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.cuda.driver import CudaError
 from gpupoold.memory.device import most_addressable
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.pages import PageRun
 from tests.unit.memory.cuda_rig import COMPUTE, NUM_PAGES, PAGE, in_thread, mapped, page_of
 from tests.unit.memory.fake_cuda import FakeCuda

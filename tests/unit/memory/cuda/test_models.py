@@ -13,7 +13,8 @@ import pytest
 
 from gpupoold.memory.cuda.device import CudaDevice
 from gpupoold.memory.device import AddressRange, Direction
-from gpupoold.memory.host import HostBuffer, KvHostCache
+from gpupoold.memory.host import KvHostCache
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.kv import KvMemory
 from gpupoold.memory.kv_extents import KvGeometry, KvRow, Place
 from gpupoold.memory.pages import OutOfPages, PagePool

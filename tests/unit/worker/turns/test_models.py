@@ -11,7 +11,7 @@ import pytest
 from gpupoold.domain import ModelName
 from gpupoold.errors import Refused
 from gpupoold.memory.emulated import EmulatedDevice
-from gpupoold.memory.host import HostBuffer
+from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.wire import messages as m
 from gpupoold.worker.device import DriverMemory
 from gpupoold.worker.threads import TurnThread

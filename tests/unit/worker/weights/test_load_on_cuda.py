@@ -18,7 +18,7 @@ from gpupoold.memory.cuda.device import CudaDevice  # noqa: E402
 from gpupoold.memory.cuda.driver import CudaError  # noqa: E402
 from gpupoold.memory.device import AddressRange  # noqa: E402
 from gpupoold.memory.emulated import EmulatedDevice  # noqa: E402
-from gpupoold.memory.host import HostBuffer  # noqa: E402
+from gpupoold.memory.host_buffer import HostBuffer  # noqa: E402
 from gpupoold.memory.pages import PagePool  # noqa: E402
 from gpupoold.wire.messages import ModelToLoad  # noqa: E402
 from gpupoold.worker.weights import tensors  # noqa: E402

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 from torch import nn  # noqa: E402
 
 from gpupoold.memory.emulated import EmulatedDevice  # noqa: E402
-from gpupoold.memory.host import HostBuffer  # noqa: E402
+from gpupoold.memory.host_buffer import HostBuffer  # noqa: E402
 from gpupoold.worker.weights.staging import HostWeights  # noqa: E402
 from gpupoold.worker.weights.tensors import copy_out, host_bytes, plan_layout  # noqa: E402
 

@@ -240,19 +240,19 @@ def _first(
 def victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -> list[str] | None:
     """Return the models whose engines make place for a model's engine, the least useful first.
 
-    A single engine of the model's layout is enough, because it is taken over. Empty if there is
+    A single engine that the model takes over is enough. Empty if there is
     enough memory, None if too little can be freed. Engines chosen by hand and busy engines stay,
     except that the ``SHARED`` engine of the family leaves if no idle engines are enough. A
     spare engine replaces no other. A planned home replaces only engines of models that have another
     home, and another device or no use for ``HOME_IDLE_S``; late requests replace only engines of
     models that have another device and were not used for ``LATE_IDLE_S``.
     """
-    short_bytes, layout = device.short_bytes(model.need(device.number)), layout_on(model, device)
+    short_bytes = device.short_bytes(model.need(device.number))
     if not short_bytes:
         return []
     leaving = [engine for engine in device.engines.values() if _may_leave(engine, reason)]
     leaving.sort(key=_usefulness)
-    alike = [engine.model for engine in leaving if layout and engine.layout == layout]
+    alike = [engine.model for engine in leaving if _fits(model, engine, device.number)]
     if alike:
         return alike[:1]
     chosen: list[str] = []
@@ -321,9 +321,9 @@ def served_s(since_s: float, signs_s: Iterable[float], now_s: float) -> float:
     return 0.0 if is_silent and in_use_s < _MOST_SILENT_S else in_use_s
 
 
-def is_taken_over(device: HostingDevice, chosen: Sequence[str], layout: str) -> bool:
-    """Return whether a model of ``layout`` takes over the engine of the first ``chosen`` model."""
-    return bool(layout and chosen) and device.engines[chosen[0]].layout == layout
+def is_taken_over(model: HostingModel, device: HostingDevice, chosen: Sequence[str]) -> bool:
+    """Return whether the model takes over the engine of the first ``chosen`` model."""
+    return bool(chosen) and _fits(model, device.engines[chosen[0]], device.number)
 
 
 def idle(device: HostingDevice) -> HostingDevice:
@@ -365,9 +365,11 @@ def is_late(state: State, name: str, now_s: float) -> bool:
     return wait_s is not None and wait_s > model.targets.ttft_s
 
 
-def layout_on(model: HostingModel, device: HostingDevice) -> str:
-    """Return the layout of a model's snapshot for a device, empty if not known."""
-    return (model.layouts or {}).get(device.number, "")
+def _fits(model: HostingModel, engine: HostedEngine, device: int) -> bool:
+    """Return whether a model can take over an engine, as far as its family is known."""
+    layout = (model.layouts or {}).get(device)
+    is_alike = not model.family or engine.family == model.family
+    return bool(layout) and engine.layout == layout and is_alike
 
 
 def _may_leave(engine: HostedEngine, reason: HostingReason) -> bool:
@@ -394,7 +396,7 @@ def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hosti
 
     def cost(device: HostingDevice) -> tuple[bool, bool, bool, bool, int, int, int, int]:
         evicted = victims(model, device, HostingReason.NEEDED) or []
-        is_bound = is_taken_over(device, evicted, layout_on(model, device)) and not device.num_loads
+        is_bound = is_taken_over(model, device, evicted) and not device.num_loads
         ends_others = any(device.engines[name].is_only for name in evicted)
         work = device.num_loads, device.num_requests
         num_only = sum(engine.is_only for engine in device.engines.values())

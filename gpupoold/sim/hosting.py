@@ -28,7 +28,6 @@ from gpupoold.scheduling.hosting import (
     idle,
     is_late,
     is_taken_over,
-    layout_on,
     served_s,
     slack_of,
     slack_on,
@@ -205,12 +204,11 @@ class Hosting:
     def _begin(
         self, model: HostingModel, device: HostingDevice, reason: HostingReason
     ) -> EngineLoad:
-        name, layout = model.name, layout_on(model, device)
-        gone = victims(model, device, reason)
+        name, gone = model.name, victims(model, device, reason)
         assert gone is not None, "the choice had checked it"
         self._engines[device.number] -= set(gone)
         self._loading[device.number] = name
-        is_bound = is_taken_over(device, gone, layout)
+        is_bound = is_taken_over(model, device, gone)
         self.num_bound += is_bound
         self.num_loads += not is_bound
         return EngineLoad(

@@ -29,7 +29,6 @@ from gpupoold.scheduling.hosting import (
     idle,
     is_late,
     is_taken_over,
-    layout_on,
     served_s,
     slack_of,
     slack_on,
@@ -266,7 +265,12 @@ class EngineRoom(ModelPart):
         return served_s(since_s, (request.last_sign_s for request in here), time.monotonic())
 
     def _layout_of(self, name: str, worker: Worker) -> str:
-        """Return the digest of the layout of a model's cached snapshot, empty without one."""
+        """Return the digest of the layout of a model's cached snapshot.
+
+        Empty without a snapshot, and for a model that shares no engine.
+        """
+        if self._fleet.hosts.families.get(name) == "":
+            return ""
         snapshot = self._cache.get(self._fleet.snapshots.of(name, worker.number))
         return "" if snapshot is None else snapshot.digest
 
@@ -316,7 +320,7 @@ class EngineRoom(ModelPart):
                 return
             asked.add(chosen[0])
             is_shared = others[chosen[0]].is_busy
-            keeps_engine = is_shared or is_taken_over(device, chosen, layout_on(asks, device))
+            keeps_engine = is_shared or is_taken_over(asks, device, chosen)
             claim = EngineClaim(chosen[0], name, keeps_engine, is_shared)
             self.claims[worker.number] = claim
             self._fleet.wake(*chosen[:1])

@@ -123,6 +123,16 @@ class TestScarcity:
         assert choose(model(40, layouts={0: "llama"}), [full]) == [(0, NEEDED)]
         assert choose(model(40, layouts={0: "mistral"}), [full]) == []
 
+    def test_an_engine_of_another_family_is_as_any_other(self) -> None:
+        """Equal layouts are not enough: the model would load an engine of its own."""
+        other = engine("other", is_only=True, idle_s=1, layout="llama", family="rope 1e6")
+        alike = engine("alike", is_only=True, idle_s=0, layout="llama", family="rope 5e5")
+        full = device(0, other, alike, limit=20)
+        asks = model(40, layouts={0: "llama"}, family="rope 5e5")
+        assert hosting.victims(asks, full, NEEDED) == ["alike"]
+        assert choose(asks, [device(0, other, limit=20)]) == []
+        assert hosting.victims(replace(asks, family=""), full, NEEDED) == ["other"]
+
     def test_a_device_with_a_sibling_is_best(self) -> None:
         """A load takes longer than the sibling needs to get its engine back."""
         free = device(0, limit=20)

@@ -410,11 +410,18 @@ class StaleMappings:
         self._ranges[address] = num_bytes
 
     def remove_at(self, address: int, num_bytes: int) -> None:
-        """Remove every mapping that overlaps a range, as a whole."""
-        end = address + num_bytes
-        found = [at for at, size in self._ranges.items() if at < end and address < at + size]
-        for at in found:
-            self._unmap(at, self._ranges.pop(at))
+        """Remove the mappings of a range; parts of these mappings outside the range stay."""
+        ranges, self._ranges = self._ranges, {}
+        for at, size in ranges.items():
+            first, end = max(at, address), min(at + size, address + num_bytes)
+            if first >= end:
+                self._ranges[at] = size
+                continue
+            self._unmap(first, end - first)
+            if at < first:
+                self._ranges[at] = first - at
+            if end < at + size:
+                self._ranges[end] = at + size - end
 
     def remove_some(self, num_bytes: int) -> None:
         """Remove the oldest mappings, or parts of these, up to ``num_bytes``."""

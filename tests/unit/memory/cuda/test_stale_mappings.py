@@ -35,22 +35,24 @@ def test_the_oldest_go_first_and_in_parts(
 
 
 @pytest.mark.parametrize(
-    ("address", "num_bytes", "expected"),
+    ("address", "num_bytes", "expected", "left"),
     [
-        (39, 1, [(0, 40)]),
-        (40, 20, []),
-        (30, 31, [(0, 40), (60, 10)]),
-        (70, 30, []),
-        (0, 200, [(100, 20), (0, 40), (60, 10)]),
+        (39, 1, [(39, 1)], [(100, 20), (0, 39), (60, 10)]),
+        (40, 20, [], [(100, 20), (0, 40), (60, 10)]),
+        (30, 31, [(30, 10), (60, 1)], [(100, 20), (0, 30), (61, 9)]),
+        (105, 5, [(105, 5)], [(100, 5), (110, 10), (0, 40), (60, 10)]),
+        (0, 200, [(100, 20), (0, 40), (60, 10)], []),
     ],
 )
-def test_whatever_overlaps_goes_as_a_whole(
+def test_the_part_in_a_range_goes(
     stale: StaleMappings,
     removed: list[tuple[int, int]],
     address: int,
     num_bytes: int,
     expected: list[tuple[int, int]],
+    left: list[tuple[int, int]],
 ) -> None:
     stale.remove_at(address, num_bytes)
     assert removed == expected
-    assert stale.num_bytes == 70 - sum(size for _, size in expected)
+    stale.remove_all()
+    assert removed[len(expected) :] == left

@@ -108,7 +108,6 @@ class FinalFailure(StrEnum):
 
     @property
     def status(self) -> HTTPStatus:
-        """HTTP status of the answer."""
         if self is FinalFailure.GRAMMAR:
             return HTTPStatus.BAD_REQUEST
         return HTTPStatus.UNPROCESSABLE_ENTITY
@@ -205,7 +204,6 @@ class ModelSpec(ModelDescription):
 
     @property
     def further(self) -> tuple[Preset | Adapter, ...]:
-        """The presets and adapters."""
         return (*self.presets, *self.adapters)
 
     @property
@@ -214,7 +212,6 @@ class ModelSpec(ModelDescription):
         return (self.name, *self.aliases, *(name_row.name for name_row in self.further))
 
     def further_named(self, name: str) -> Preset | Adapter | None:
-        """Return the preset or adapter of this name, None without one."""
         return next((name_row for name_row in self.further if name_row.name == name), None)
 
     def targets_of(self, name: str) -> Targets:
@@ -522,7 +519,6 @@ class DeviceUse:
 
     @property
     def kv_host_fragmentation(self) -> float | None:
-        """Share of the slabs without KV, None without slabs."""
         if not self.kv_host_slab_bytes:
             return None
         return max(0.0, 1 - self.kv_host_bytes / self.kv_host_slab_bytes)

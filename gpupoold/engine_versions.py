@@ -38,8 +38,7 @@ KNOWN_VARIABLES = frozenset(
 def check_engine_version() -> str:
     """Return the installed vLLM's version, without importing vLLM.
 
-    Raises:
-        Failed: vLLM is missing, or the release is not among ``CHECKED_VERSIONS``.
+    Raises Failed: vLLM is missing, or the release is not among ``CHECKED_VERSIONS``.
     """
     found = installed_version()
     checked = " or ".join(CHECKED_VERSIONS)
@@ -62,7 +61,6 @@ def is_built_for_gpus() -> bool:
 
 
 def installed_version() -> str | None:
-    """Return the installed vLLM's version, None without vLLM."""
     for name in _DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)

@@ -55,11 +55,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def require_regular(path: Path, mode: int) -> None:
-    """Check the mode of a file.
-
-    Raises:
-        UnfitFile: the mode is that of another kind than a regular file.
-    """
+    """Check the mode of a file."""
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
         raise UnfitFile(errno.EINVAL, f"is {kind}, not a regular file", str(path))
@@ -85,11 +81,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on disk.
-
-    Raises:
-        OSError: writing failed, or ``path`` does not exist.
-    """
+    """Wait until a file's content, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -98,11 +90,7 @@ def sync(path: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only the owner may read, with :func:`replace_durably`.
-
-    Raises:
-        OSError: writing failed.
-    """
+    """Write a file that only the owner may read, with :func:`replace_durably`."""
     draft = path.with_suffix(".new")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -114,10 +102,8 @@ def replace_durably(draft: Path, path: Path) -> None:
     """Rename a complete file to ``path``, replacing an existing file.
 
     After a power failure ``path`` is the old or the new file, and the new file once this function
-    has returned.
-
-    Raises:
-        OSError: the draft could not be written to disk or renamed; the draft stays.
+    has returned. Raises OSError: the draft could not be written to disk or renamed; the draft
+    stays.
     """
     sync(draft)
     os.replace(draft, path)

@@ -62,8 +62,7 @@ _CORES_PER_THREAD = 4
 def make_backend(name: str, config: VllmConfig, tokenizer: Any) -> Any:
     """Return a new backend; takes up to a second for a large vocabulary.
 
-    Raises:
-        KeyError: ``name`` is not xgrammar, guidance or outlines.
+    Raises KeyError: ``name`` is not xgrammar, guidance or outlines.
     """
     size = config.model_config.get_vocab_size()
     backend = _KINDS[name](config, tokenizer=tokenizer, vocab_size=size)

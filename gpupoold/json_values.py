@@ -17,9 +17,8 @@ _FLATTER = "use fewer levels"
 def check_json_value(name: str, value: Any) -> None:
     """Check that every process can hold a value: no message has other numbers or texts.
 
-    Raises:
-        Refused: the value, or a value in it, is a number beyond 64 bits, no finite number, or a
-            text with half of a surrogate pair; or it is nested too deep.
+    Raises Refused: the value, or a value in it, is a number beyond 64 bits, no finite number, or a
+    text with half of a surrogate pair; or it is nested too deep.
     """
     waiting = [(value, 1)]
     while waiting:
@@ -38,11 +37,7 @@ def check_json_value(name: str, value: Any) -> None:
 
 
 def check_json_text(name: str, text: str) -> None:
-    """Check a text, and the values in it if it is JSON.
-
-    Raises:
-        Refused: as :func:`check_json_value`.
-    """
+    """Check a text, and the values in it if it is JSON."""
     check_json_value(name, text)
     try:
         value = json.loads(text)

@@ -52,7 +52,6 @@ _NAMES_LIMIT_S = 5.0
 
 
 def main() -> None:
-    """Run the daemon until a signal stops the process."""
     raise_file_limit()
     faulthandler.enable()  # the watchdog ends a stuck daemon by SIGABRT
     arguments = argument_parser().parse_args()
@@ -88,11 +87,7 @@ def _drop_unlisted_variables(settings: Settings) -> None:
 
 
 async def serve(configuration: Configuration, environment: Environment) -> None:
-    """Start all parts of the daemon in order, serve, and stop the parts in reverse order.
-
-    Raises:
-        GpupoolError: the state folder, a socket or the database cannot be used.
-    """
+    """Start all parts of the daemon in order, serve, and stop the parts in reverse order."""
     settings = configuration.settings
     notifier = Notifier(environment.notify_address)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()

@@ -38,8 +38,7 @@ _CONTINUATION = "    "
 def parse_duration_s(text: str) -> float:
     """Return the seconds in ``text``. A number other than zero needs a unit.
 
-    Raises:
-        ValueError: ``text`` is not a duration, or has no unit; the message says what to write.
+    Raises ValueError: ``text`` is not a duration, or has no unit; the message says what to write.
     """
     number, unit = _split(text, "a duration such as 500ms, 2s or 5m")
     if not unit and number:
@@ -53,8 +52,7 @@ def parse_duration_s(text: str) -> float:
 def parse_size_bytes(text: str) -> int:
     """Return the bytes in ``text``; ``kB`` is 1000, ``KiB`` is 1024, a bare number is bytes.
 
-    Raises:
-        ValueError: ``text`` is not a size; the message names the accepted units.
+    Raises ValueError: ``text`` is not a size; the message names the accepted units.
     """
     number, unit = _split(text, "a size such as 24GiB or 500MB")
     if unit.lower() not in _SIZE_BYTES:
@@ -132,10 +130,8 @@ def _split(text: str, wanted: str) -> tuple[float, str]:
 def gap_s_of(text: str) -> float | None:
     """Return the gap between two tokens in seconds, None for ``off``.
 
-    The gap is infinite for ``steady``, which stands for the model's TBT target.
-
-    Raises:
-        ValueError: the text is no pace; the message says what is.
+    The gap is infinite for ``steady``, which stands for the model's TBT target. Raises ValueError:
+    the text is no pace; the message says what is.
     """
     wanted = text.strip().lower()
     if wanted == OFF:
@@ -160,11 +156,7 @@ def _gap_s(text: str) -> float:
 
 
 def checked_pace(text: str) -> str:
-    """Return the text of a pace in lower case, without spaces around; empty stays empty.
-
-    Raises:
-        ValueError: see :func:`gap_s_of`.
-    """
+    """Return the text of a pace in lower case, without spaces around; empty stays empty."""
     if text:
         gap_s_of(text)
     return text.strip().lower()

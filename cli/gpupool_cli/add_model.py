@@ -132,11 +132,7 @@ def add_model(
 
 
 def _add_to_fleet(ctx: typer.Context, request: AddModelRequest, least_replicas: int) -> None:
-    """Let the fleet place a model.
-
-    Raises:
-        UsageError: an option is for one daemon alone.
-    """
+    """Let the fleet place a model."""
     from gpupoold.fleet import operations
     from gpupoold.fleet.cluster import FleetSpec
 
@@ -147,7 +143,6 @@ def _add_to_fleet(ctx: typer.Context, request: AddModelRequest, least_replicas: 
 
 
 def follow(name: str, steps: Iterator[Progress]) -> ModelInfo | None:
-    """Show the steps of an addition; return the model at the end, None if the daemon goes on."""
     with ProgressView(name) as view:
         try:
             for progress in steps:
@@ -243,12 +238,7 @@ def add_preset(
 
 
 def read_defaults(given: Iterable[str]) -> dict[str, Any]:
-    """Return the defaults by the names of fields.
-
-    Raises:
-        UsageError: a default has no value or is repeated.
-        Refused: a value is no JSON, for example an infinite number.
-    """
+    """Return the defaults by the names of fields."""
     defaults: dict[str, Any] = {}
     for name, text in read_pairs(given, "--set", "temperature=0"):
         check_json_text(name, text)

@@ -109,7 +109,6 @@ def _places(model: CachedModel) -> str:
 
 
 def _nodes(model: CachedModel) -> str:
-    """Return the NUMA nodes with the snapshots."""
     nodes = {node for snapshot in model.snapshots for node in snapshot.nodes if node >= 0}
     return ", ".join(map(str, sorted(nodes))) or output.NOTHING
 

@@ -174,7 +174,6 @@ def as_toml(info: ConfigInfo, *, with_origin: bool) -> str:
 
 
 def value_text(value: object) -> str:
-    """Return a value in TOML; a dash for none."""
     if value is None:
         return NOTHING
     if isinstance(value, list):

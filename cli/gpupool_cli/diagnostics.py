@@ -21,7 +21,6 @@ def say(text: str) -> None:
 
 
 def report(error: GpupoolError) -> ExitCode:
-    """Print an error and its remedy; return the exit code."""
     _print_error(error.message, error.hint)
     return ExitCode(error.exit_code)
 

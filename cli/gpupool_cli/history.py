@@ -210,7 +210,6 @@ def _stage_rows(sums: ModelSpan) -> list[list[str]]:
 
 
 def _mean_text(total_s: float, num: int) -> str:
-    """Return the mean duration, a dash for less than a microsecond."""
     return duration_text(total_s / num if total_s > num * 1e-6 else None)
 
 

@@ -122,7 +122,6 @@ app.callback()(global_options)
 
 
 def main() -> None:
-    """Entry point of the console script."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A model may answer with characters outside the terminal's encoding.
         sys.stdout.reconfigure(errors="replace")

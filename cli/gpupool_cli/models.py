@@ -148,7 +148,6 @@ def rm(
 
 
 def print_model(model: ModelInfo, *, is_added: bool = True) -> None:
-    """Print a model as ``name value`` lines on stdout; one that is not added has no state."""
     fields = {
         "name": model.name,
         "state": model.state if is_added else "",
@@ -181,7 +180,6 @@ def print_model(model: ModelInfo, *, is_added: bool = True) -> None:
 
 
 def _path_text(model: ModelInfo) -> str:
-    """Return the checkpoint's folder, marked if the folder is in a shared Hugging Face cache."""
     is_shared = model.source != model.path and Path(model.path).parent.name == "snapshots"
     return f"{model.path} (shared Hugging Face cache)" if is_shared else model.path
 
@@ -199,7 +197,6 @@ def _chat_fields(model: ModelInfo) -> dict[str, str]:
 
 
 def _other_names(model: ModelInfo) -> str:
-    """Return the aliases, then the presets and adapters with their kind."""
     presets = [f"{preset.name} (preset)" for preset in model.presets]
     adapters = [f"{adapter.name} (adapter)" for adapter in model.adapters]
     return ", ".join([*model.aliases, *presets, *adapters]) or output.NOTHING
@@ -211,7 +208,6 @@ def _preset_text(preset: Preset) -> str:
 
 
 def _adapter_text(adapter: AdapterInfo) -> str:
-    """Return an adapter's rank, targets and folder in one line."""
     return ", ".join([f"rank {adapter.rank}", *_own_targets(adapter), adapter.path])
 
 
@@ -232,7 +228,6 @@ def _shortened(value: str) -> str:
 
 
 def _memory_fields(model: ModelInfo) -> dict[str, str]:
-    """Return the places of its bytes."""
     usage = model.usage
     if usage is None:
         return {}
@@ -255,13 +250,11 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
 
 
 def _load_fields(usage: ModelUsage | None) -> dict[str, str]:
-    """Return the time of the engines' loads."""
     engines = [] if usage is None else usage.engines
     return {f"load on device {engine.device}": load_text(engine.load) for engine in engines}
 
 
 def _draft_text(usage: ModelUsage | None) -> str:
-    """Return the acceptance of speculative decoding, empty without drafts."""
     if usage is None or usage.drafts is None:
         return ""
     drafts = usage.drafts
@@ -308,7 +301,6 @@ def _row(model: ModelInfo) -> list[str]:
 
 
 def _remove(client: AdminClient, name: str, mode: RemoveMode) -> GpupoolError | None:
-    """Return the error of removing ``name``, None after success."""
     if mode == "drain":
         say(f"{name}: waiting for the live requests to end")
     try:

@@ -66,7 +66,6 @@ def columns(titles: str) -> tuple[Column, ...]:
 
 
 def print_line(text: str) -> None:
-    """Print and flush one line of data."""
     print(without_controls(text), flush=True)
 
 
@@ -154,7 +153,6 @@ def aligned(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[st
 
 
 def size_text(num_bytes: int) -> str:
-    """A size, or a dash for none."""
     return format_bytes(num_bytes) if num_bytes else NOTHING
 
 
@@ -165,7 +163,6 @@ def unbound_text(num_bytes: Mapping[int, int]) -> str:
 
 
 def duration_text(seconds: float | None) -> str:
-    """Return a duration, or a dash for none."""
     return NOTHING if seconds is None else format_duration(seconds)
 
 
@@ -200,11 +197,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def numbers(option: str, text: str, kind: type[N], example: str) -> tuple[N, ...]:
-    """Return the numbers in ``text``, the value of ``option``; ``example`` shows the form.
-
-    Raises:
-        UsageError: the message names the option.
-    """
+    """Return the numbers in ``text``, the value of ``option``; ``example`` shows the form."""
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:

@@ -68,7 +68,6 @@ class WaitView(BarView):
         self._task: TaskID | None = None
 
     def show(self, text: str) -> None:
-        """Replace the line."""
         if self._bar is None:
             return
         if self._task is None:
@@ -105,7 +104,6 @@ class ProgressView(BarView):
         self.has_downloaded = False
 
     def show(self, progress: Progress) -> None:
-        """Take in the next line of the stream."""
         started = progress.stage != self._stage
         self._stage = progress.stage
         self.has_downloaded = self.has_downloaded or progress.stage == "download"
@@ -117,7 +115,6 @@ class ProgressView(BarView):
             self._show_line(progress, started)
 
     def tell(self, remark: str) -> None:
-        """Print a remark about the operation, above the bar."""
         text = f"{self._name}: {remark}"
         if self._bar is None:
             say(text)

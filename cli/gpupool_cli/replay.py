@@ -27,8 +27,7 @@ def replay(
 ) -> None:
     """Repeat the recorded decisions of a daemon's scheduler, and compare.
 
-    Exit status 1 and the first decision that differs if any does; needs a daemon
-    only for --record.
+    Exit status 1 and the first decision that differs if any does; needs a daemon only for --record.
     """
     try:
         if record:

@@ -81,12 +81,10 @@ class AnswerTiming:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The rate of the tokens after the first; None if there are none."""
         elapsed_s = 0.0 if self._first_s is None else self._last_s - self._first_s
         return (self.num_tokens - 1) / elapsed_s if elapsed_s > 0 else None
 
     def note(self, piece: ChatPiece, now_s: float) -> None:
-        """Add a piece that arrived at ``now_s``."""
         if piece.num_tokens is not None:
             self._num_tokens = piece.num_tokens
         if piece.text or piece.reasoning:
@@ -199,7 +197,6 @@ def wait_text(wait: ChatWait) -> str:
 
 
 def _key() -> str | None:
-    """The API key; from the environment, not an option: everyone can see a command's options."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise UsageError(f"what is in ${KEY_VARIABLE} is no API key")
@@ -215,11 +212,7 @@ class ChatServer:
     certificate: str | None = None
 
     def client(self, timeout: httpx.Timeout) -> httpx.Client:
-        """Return an HTTP client for the server.
-
-        Raises:
-            Failed: the certificate cannot be read.
-        """
+        """Return an HTTP client for the server."""
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         return httpx.Client(
             timeout=timeout,
@@ -256,7 +249,6 @@ class ChatRequest:
     silence_s: float = DEFAULT_SILENCE_S
 
     def body(self) -> dict[str, Any]:
-        """The JSON body of the HTTP request."""
         messages = [{"role": "user", "content": self.prompt}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
@@ -298,9 +290,8 @@ class ChatPiece:
 def stream_chat(server: ChatServer, request: ChatRequest) -> Iterator[ChatPiece]:
     """Yield the pieces of the answer as they arrive.
 
-    Raises:
-        NoSuchModel, UsageError, Refused, Unavailable, Failed: the server's error.
-        TimedOut: no piece arrived for ``request.silence_s``.
+    Raises NoSuchModel, UsageError, Refused, Unavailable, Failed: the server's error. Raises
+    TimedOut: no piece arrived for ``request.silence_s``.
     """
     url = f"{server.http_url.rstrip('/')}/v1/chat/completions"
     timeout = httpx.Timeout(_CONNECT_TIMEOUT_S, read=request.silence_s)

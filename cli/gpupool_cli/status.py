@@ -84,7 +84,6 @@ def ps(ctx: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def loading_text(number: int, load: LoadingInfo) -> str:
-    """Return the present load on a device in words."""
     text = f"device {number}: loading {load.model} for {format_duration(load.since_s)}"
     waiting = f"; {load.num_waiting} more to load" if load.num_waiting else ""
     return f"{text} beside the turns: the worker {load.stage}{waiting}"
@@ -195,7 +194,6 @@ def _model_row(model: ModelUsage) -> list[str]:
 
 
 def _engines_text(device: DeviceInfo) -> str:
-    """Return the number of a device's engines and their memory outside the pages."""
     if not device.num_engines:
         return "0"
     text = f"{device.num_engines}, {format_bytes(device.engine_bytes)}"
@@ -281,6 +279,5 @@ def wake(ctx: typer.Context, device: DeviceArgument) -> None:
 
 
 def role_text(device: DeviceInfo) -> str:
-    """Return the role with its origin, and whether the device drains, as in `gpupool ps`."""
     text = device.role if device.is_role_fixed else f"{device.role} (auto)"
     return f"{text}, draining" if device.is_draining else text

@@ -84,12 +84,7 @@ def _serve(
     use_ascii: bool,
     read_only: bool,
 ) -> None:
-    """Serve the application to a browser.
-
-    Raises:
-        UsageError: textual-serve is not installed.
-        Refused: the port is taken.
-    """
+    """Serve the application to a browser."""
     try:
         from gpupool_tui.web import serve
     except ImportError as error:

@@ -76,7 +76,6 @@ def _show_request(request: RequestWhy) -> None:
 
 
 def _show_device(device: DeviceTurns, engine: str = "") -> None:
-    """Show a device and its next turns; ``engine`` is about the model's engine there."""
     output.print_line("")
     name = f"device {device.device}{_group_text(device)}"
     if device.on_turn is None:

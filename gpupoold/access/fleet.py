@@ -27,7 +27,6 @@ class Signature(NamedTuple):
     digest: str
 
     def covers(self, body: bytes) -> bool:
-        """Return whether the signature is of this body."""
         return hmac.compare_digest(self.body_digest, hashlib.sha256(body).hexdigest())
 
 
@@ -37,12 +36,10 @@ def make_secret() -> str:
 
 
 def is_secret(text: str) -> bool:
-    """Return whether a text has the form of a secret."""
     return _SECRET.fullmatch(text) is not None
 
 
 def sign(secret: str, method: str, path: str, body: bytes, now_s: float | None = None) -> str:
-    """Return the value of the header for a request."""
     time_ms = int(1e3 * (time.time() if now_s is None else now_s))
     body_digest = hashlib.sha256(body).hexdigest()
     digest = _digest(secret, method, path, time_ms, body_digest)

@@ -200,8 +200,7 @@ class AdminGroups:
     async def check(self, peer: Peer, needed: Right) -> None:
         """Check that a caller has a right; look the groups up again before refusing.
 
-        Raises:
-            Forbidden: the caller lacks the right; the hint is a command for an administrator.
+        Raises Forbidden: the caller lacks the right; the hint is a command for an administrator.
         """
         if self.right_of(peer) >= needed:
             return

@@ -19,8 +19,7 @@ class Bucket:
     def __init__(self, per_minute: float, now_s: float, level: float | None = None) -> None:
         """Start with ``level``, at most ``per_minute``; None means full.
 
-        Raises:
-            ValueError: the rate is not positive and finite.
+        Raises ValueError: the rate is not positive and finite.
         """
         if not 0 < per_minute < math.inf:
             raise ValueError(f"a rate must be above zero and finite, got {per_minute}")
@@ -29,7 +28,6 @@ class Bucket:
         self._at_s = now_s
 
     def level(self, now_s: float) -> float:
-        """Return the level at ``now_s``; a negative level is a debt."""
         if now_s > self._at_s:
             filled = self._level + (now_s - self._at_s) * self.per_minute / _WINDOW_S
             self._level, self._at_s = min(filled, self.per_minute), now_s
@@ -44,7 +42,6 @@ class Bucket:
         return max(missing, 0.0) * _WINDOW_S / self.per_minute
 
     def take(self, amount: float, now_s: float) -> None:
-        """Subtract ``amount`` from the level."""
         self._level = self.level(now_s) - amount
 
 

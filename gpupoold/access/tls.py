@@ -25,11 +25,7 @@ class Tls:
         self._stamp: _Stamp | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for new connections, always the same object.
-
-        Raises:
-            OSError: the files cannot be used; :func:`check_files` gives the reason.
-        """
+        """Return the context for new connections, always the same object."""
         if self._context is None:
             self._stamp = self._look()
             self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -65,9 +61,8 @@ class Tls:
 def check_files(certificate: Path, key: Path) -> datetime:
     """Check that a server can use these PEM files; return the time when the certificate expires.
 
-    Raises:
-        SettingError: a file cannot be read, the files do not match, the certificate is not valid
-            now, or other users may read the key.
+    Raises SettingError: a file cannot be read, the files do not match, the certificate is not valid
+    now, or other users may read the key.
     """
     _check_readable(key, "server.tls_key")
     if key.stat().st_mode & stat.S_IROTH:

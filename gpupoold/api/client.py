@@ -92,7 +92,6 @@ class AdminClient(AdminApi):
         self.close()
 
     def close(self) -> None:
-        """Close all connections and open streams."""
         self._http.close()
 
     def follow_events(self, after: int | None = None) -> Iterator[Event]:
@@ -269,11 +268,7 @@ def _parsed(kind: Any, content: bytes, request: httpx.Request) -> Any:
 
 
 def _checked(lines: Iterator[Progress], body: Any) -> Iterator[Progress]:
-    """Yield the progress of an addition up to its result.
-
-    Raises:
-        GpupoolError: while iterating, when the daemon reports a failure.
-    """
+    """Yield the progress of an addition up to its result."""
     finished = False
     for progress in lines:
         if progress.error is not None:

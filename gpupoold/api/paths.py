@@ -41,8 +41,7 @@ def default_socket_path(
 def trusted_socket_path() -> Path:
     """Return the default path of the admin socket for a client.
 
-    Raises:
-        Refused: the folder is like /tmp, and another user owns the socket in the folder.
+    Raises Refused: the folder is like /tmp, and another user owns the socket in the folder.
     """
     path = default_socket_path()
     folder = path.parent

@@ -181,10 +181,8 @@ class _UsageHead:
 class ModelUsage(Body, Percentiles, MainCounts, MemoryUse, _UsageHead):
     """A model's present state and recent past; times are None before the first measurement.
 
-    Bytes are sums over devices.
-    ``cached_bytes`` counts the snapshots in host memory, each shared by all devices with equally
-    many GPUs.
-    Counts start with the daemon; percentiles cover the last
+    Bytes are sums over devices. ``cached_bytes`` counts the snapshots in host memory, each shared
+    by all devices with equally many GPUs. Counts start with the daemon; percentiles cover the last
     hour. ``attainment_minutes`` has 60 values, the present minute last, None for a minute without
     tokens. ``tokens_per_s`` covers the last 10 s. ``drafts`` is None without speculative decoding.
     ``engines`` are on the devices that host the model. Without one, ``slots`` are the devices with

@@ -100,10 +100,9 @@ class FleetModel(Body):
     """A model of a node, for the fleet's routing and placement.
 
     ``names`` are the model's name, aliases, presets and adapters; ``ttft_s``, ``tbt_s`` and
-    ``pace`` are those of the registry. ``first_token_in_s`` is the
-    estimate for a request that arrives now, None without one. ``load``, ``busy_share``,
-    ``window_s`` and ``kv_bytes`` are those of :class:`gpupoold.scheduling.pressure.ModelDemand` on
-    one device.
+    ``pace`` are those of the registry. ``first_token_in_s`` is the estimate for a request that
+    arrives now, None without one. ``load``, ``busy_share``, ``window_s`` and ``kv_bytes`` are those
+    of :class:`gpupoold.scheduling.pressure.ModelDemand` on one device.
     """
 
     name: str

@@ -150,7 +150,6 @@ class Progress(Body):
 
 
 def stage_text(progress: Progress | AdditionInfo) -> str:
-    """Return the stage, with the size in total if known."""
     words = STAGE_WORDS.get(progress.stage, progress.stage)
     return f"{words} {format_bytes(progress.total_bytes)}" if progress.total_bytes else words
 
@@ -178,7 +177,6 @@ def load_text(stages: LoadStages) -> str:
 
 
 def speed_text(progress: Progress | AdditionInfo) -> str:
-    """Return rate and remaining time as far as known, else nothing."""
     left_bytes = (progress.total_bytes or 0) - (progress.done_bytes or 0)
     if not progress.bytes_per_s or left_bytes <= 0:
         return ""

@@ -65,9 +65,8 @@ class AdapterFacts:
 def check_adapter_config(path: Path) -> dict[str, Any]:
     """Return the adapter's configuration after checking it.
 
-    Raises:
-        Refused: the file is missing, too large or unreadable, or the adapter is of a kind that the
-            engine does not compute.
+    Raises Refused: the file is missing, too large or unreadable, or the adapter is of a kind that
+    the engine does not compute.
     """
     file = path / layout.ADAPTER_CONFIG_FILE
     if not os.path.exists(file):
@@ -121,11 +120,7 @@ def _check_patterns(file: Path, config: dict[str, Any]) -> None:
 
 
 def largest_rank(file: Path, config: dict[str, Any]) -> int:
-    """Return the largest rank in an adapter's configuration.
-
-    Raises:
-        Refused: a rank is missing, no positive integer, or too large for the engine.
-    """
+    """Return the largest rank in an adapter's configuration."""
     patterns = config.get("rank_pattern") or {}
     ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
     for rank in ranks:
@@ -141,11 +136,8 @@ def largest_rank(file: Path, config: dict[str, Any]) -> int:
 def check_adapter(path: Path, base: Path, *, allow_pickle: bool) -> AdapterFacts:
     """Describe the adapter in folder ``path`` for the checkpoint in folder ``base``.
 
-    Blocks on file access.
-
-    Raises:
-        Refused: the adapter is incomplete, damaged, of another base, or of a kind that the engine
-            does not compute; the message names the file and the tensor.
+    Blocks on file access. Raises Refused: the adapter is incomplete, damaged, of another base, or
+    of a kind that the engine does not compute; the message names the file and the tensor.
     """
     names = list_folder(path)
     require_complete(path)
@@ -181,10 +173,7 @@ def check_adapter(path: Path, base: Path, *, allow_pickle: bool) -> AdapterFacts
 
 
 def estimate_slot_bytes(base: Path, rank: int, num_slots: int, dtype_bits: int) -> int:
-    """Return the device bytes of ``num_slots`` slots for adapters of all layers of a checkpoint.
-
-    Packed layers are not counted.
-    """
+    """Return the device bytes of ``num_slots`` slots for adapters of all layers of a checkpoint."""
     files, _ = layout.safetensors_files(list_folder(base))
     widths = (
         sum(tensor.shape)

@@ -130,10 +130,8 @@ def check_checkpoint(
     """Describe the checkpoint in folder ``path``. Blocks on file access.
 
     With ``remote`` the weight files are not in the folder yet; their sizes and headers are checked.
-
-    Raises:
-        Refused: the checkpoint is incomplete, damaged, or needs a permission that is not given; the
-            message names the file, the hint a remedy.
+    Raises Refused: the checkpoint is incomplete, damaged, or needs a permission that is not given;
+    the message names the file, the hint a remedy.
     """
     names = list_folder(path)
     if remote is None:
@@ -199,11 +197,7 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
 
 
 def require_image_processor(path: Path, config: dict[str, Any], names: Sequence[str]) -> None:
-    """Check that a vision model's files include the description of its image processor.
-
-    Raises:
-        Refused: the file is missing.
-    """
+    """Check that a vision model's files include the description of its image processor."""
     if isinstance(config.get("vision_config"), dict) and not layout.has_image_processor(names):
         raise Refused(
             f"{path}: config.json describes a vision model, but there is neither "
@@ -213,11 +207,7 @@ def require_image_processor(path: Path, config: dict[str, Any], names: Sequence[
 
 
 def list_folder(path: Path) -> list[str]:
-    """Return the names in a folder, sorted.
-
-    Raises:
-        Refused: the path is no readable folder.
-    """
+    """Return the names in a folder, sorted."""
     try:
         return sorted(os.listdir(path))
     except NotADirectoryError as error:
@@ -242,7 +232,6 @@ def _weights(
     allow_pickle: bool,
     remote: RemoteWeights | None,
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the weight files, and the number of elements by dtype."""
     candidates, index_name = layout.safetensors_files(names)
     if index_name in names:
         index = _read_index(path / index_name)
@@ -416,10 +405,8 @@ def check_modules(path: Path) -> None:
     """Check that the modules that ``modules.json`` lists are there; no such file is no error.
 
     vLLM reads the pooling from a module's folder. Without the folder vLLM would pool in another way
-    and return wrong embeddings without an error.
-
-    Raises:
-        Refused: the file is no list of modules, or a module's folder has no ``config.json``.
+    and return wrong embeddings without an error. Raises Refused: the file is no list of modules, or
+    a module's folder has no ``config.json``.
     """
     file = path / MODULES_FILE
     if not os.path.isfile(file):
@@ -460,8 +447,7 @@ def _is_module(value: object) -> bool:
 def check_numbers(file: Path, value: Any) -> None:
     """Check every number of a JSON value.
 
-    Raises:
-        Refused: a number is not finite, or out of range; the message names the key.
+    Raises Refused: a number is not finite, or out of range; the message names the key.
     """
     for keys, number in numbers(value):
         if problem := _problem(keys, number):
@@ -524,10 +510,8 @@ def check_against_tensors(
 ) -> None:
     """Hold the numbers of a configuration against the checkpoint's tensors.
 
-    ``text`` is the configuration of the text model, which may be ``config`` itself.
-
-    Raises:
-        Refused: the configuration describes another model than the weights.
+    ``text`` is the configuration of the text model, which may be ``config`` itself. Raises Refused:
+    the configuration describes another model than the weights.
     """
     largest = max(facts.dimensions, default=0)
     for keys, number in numbers(config):

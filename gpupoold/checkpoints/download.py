@@ -61,7 +61,6 @@ _promised: dict[object, tuple[int, Callable[[], int]]] = {}
 
 
 def checkpoint_dir(download_dir: Path, repo_id: str, revision: str | None = None) -> Path:
-    """Return the folder in ``download_dir`` for a revision of a repository."""
     name = repo_id.replace("/", "--")
     suffix = f"@{revision.replace('/', '--')}" if revision else ""
     return download_dir / f"{name}{suffix}"
@@ -232,7 +231,6 @@ class Download:
         return found.commit if has_begun or self.part == "all" else None
 
     def _discard(self, found: Manifest) -> None:
-        """Remove the small files of another commit."""
         for file in found.files:
             (self.target_dir / file.path).unlink(missing_ok=True)
         for folder in (PART_FOLDER, HEADERS_FOLDER):

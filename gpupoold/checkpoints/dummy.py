@@ -74,8 +74,7 @@ def make_dummy_checkpoint(parent: Path, shape_name: str) -> Path:
 def tensors_of(shape: ModelShape, *, qkv_bias: bool) -> list[DummyTensor]:
     """Return all tensors, with exactly ``shape.num_parameters`` elements in total.
 
-    Raises:
-        UsageError: no vocabulary size gives that number of elements.
+    Raises UsageError: no vocabulary size gives that number of elements.
     """
     layers = [tensor for i in range(shape.num_layers) for tensor in _layer(shape, i, qkv_bias)]
     inner = [*layers, DummyTensor("model.norm.weight", (shape.hidden_size,))]
@@ -151,9 +150,7 @@ def _config(family: _Family, shape: ModelShape, vocab_size: int) -> dict[str, An
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line: print one line per checkpoint, errors to stderr; return the exit
-    code.
-    """
+    """Print one line per checkpoint, errors to stderr; return the exit code."""
     parser = maker_parser("gpupoold.checkpoints.dummy", "Make checkpoints without weights.")
     parser.add_argument("--shape", action="append", help="a model of latency/shapes.toml")
     args = parser.parse_args(argv)

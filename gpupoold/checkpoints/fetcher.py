@@ -92,17 +92,10 @@ class Fetcher:
             return 0
 
     def missing_bytes(self, file: HubFile) -> int:
-        """Return the bytes of a file that are not in the folder."""
         return 0 if self.is_done(file) else max(0, file.num_bytes - self.part_bytes(file))
 
     def fetch_all(self, files: Sequence[HubFile]) -> None:
-        """Fetch files in parallel.
-
-        Raises:
-            Failed: the hub's reason, or a file arrived damaged twice.
-            OSError: a file cannot be written.
-            Stopped: the download was cancelled.
-        """
+        """Fetch files in parallel."""
         self._stop.ends(self._xet)
         weights = [file for file in files if layout.is_weight_file(file.path)]
         self._sources.measure(self._hub, self._commit, weights)
@@ -227,7 +220,6 @@ class Fetcher:
 
 
 def has_size(path: Path, num_bytes: int) -> bool:
-    """Return whether a path is a file of this size."""
     return os.path.isfile(path) and path.stat().st_size == num_bytes
 
 

@@ -101,11 +101,9 @@ def read_tensors(path: Path, beginning: Beginning | None = None) -> tuple[Tensor
     dtype, shape and byte range in the data. The ranges must cover the data exactly, without holes
     or overlaps, so that a truncated or patched file cannot pass.
 
-    With ``beginning`` the file itself is not read, and ``path`` is its name in messages.
-
-    Raises:
-        Refused: the file cannot be read, is truncated or damaged, or is not a safetensors file;
-            the message names the file, and both sizes of a truncated file.
+    With ``beginning`` the file itself is not read, and ``path`` is its name in messages. Raises
+    Refused: the file cannot be read, is truncated or damaged, or is not a safetensors file; the
+    message names the file, and both sizes of a truncated file.
     """
     try:
         header, data_bytes, file_bytes = _read_header(path, beginning)
@@ -121,7 +119,6 @@ def read_tensors(path: Path, beginning: Beginning | None = None) -> tuple[Tensor
 
 
 def elements_by_dtype(tensors: Iterable[TensorEntry]) -> dict[str, int]:
-    """Return the number of elements of each dtype."""
     counts: dict[str, int] = {}
     for tensor in tensors:
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.num_elements
@@ -255,11 +252,7 @@ def _truncated(path: Path, actual: int, expected: int, what: str) -> Refused:
 
 
 def config_of_steps(folder: Path) -> str:
-    """Return ``config.json`` without names and token ids, equal for fine-tunes of one model.
-
-    Raises:
-        Refused: as ``read_json``.
-    """
+    """Return ``config.json`` without names and token ids, equal for fine-tunes of one model."""
     config = read_json(folder / layout.CONFIG_FILE)
     kept = {k: v for k, v in config.items() if k not in _NOT_OF_STEPS and v is not None}
     return json.dumps([kept, (folder / layout.MODULES_FILE).exists()], sort_keys=True)
@@ -269,10 +262,8 @@ def read_json(file: Path, max_values: int = MAX_VALUES) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Files are regular, of bounded size by kind, and inside of their folder; JSON is bounded in depth
-    and in the number of its values.
-
-    Raises:
-        Refused: the file cannot be read, exceeds a limit, or has no JSON object.
+    and in the number of its values. Raises Refused: the file cannot be read, exceeds a limit, or
+    has no JSON object.
     """
     value = read_json_value(file, max_values)
     if not isinstance(value, dict):
@@ -296,11 +287,7 @@ def read_json_value(file: Path, max_values: int = MAX_VALUES) -> Any:
 
 
 def read(file: Path) -> bytes:
-    """Return the content of a file, which must be regular and not too large for its kind.
-
-    Raises:
-        Refused: the file cannot be read or exceeds the limit.
-    """
+    """Return the content of a file, which must be regular and not too large for its kind."""
     try:
         return read_bounded(file, max_bytes(file.name) or MAX_TEMPLATE_BYTES)
     except OSError as error:
@@ -308,7 +295,6 @@ def read(file: Path) -> bytes:
 
 
 def unreadable(file: Path, error: OSError) -> Refused:
-    """Return the error for a file that cannot be opened or read."""
     hint = hint_to_read(file) or "replace the file by one of the original checkpoint"
     return Refused(f"{file}: cannot be read: {error.strerror}", hint)
 
@@ -323,10 +309,8 @@ def check_files(folder: Path) -> None:
     """Check kind, size and place of every file that is read, without reading.
 
     A link may leave the folder for the blobs of a Hugging Face cache, and for weights: other
-    targets, such as another user's secrets, would become texts of the model.
-
-    Raises:
-        Refused: a file is not regular, too large, or a link to a file elsewhere.
+    targets, such as another user's secrets, would become texts of the model. Raises Refused: a file
+    is not regular, too large, or a link to a file elsewhere.
     """
     real = os.path.realpath(folder)
     for file in _files(folder):
@@ -351,12 +335,7 @@ def check_files(folder: Path) -> None:
 
 
 def fingerprint(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Return place, size, time of change and number of every file that is read.
-
-    Raises:
-        Refused: the folder cannot be read.
-        OSError: a file cannot be examined.
-    """
+    """Return place, size, time of change and number of every file that is read."""
     return tuple(
         (str(file), found.st_size, found.st_mtime_ns, found.st_ino)
         for file in sorted(_files(folder))

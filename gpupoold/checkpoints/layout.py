@@ -113,7 +113,6 @@ def tokenizer_files(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def has_image_processor(names: Collection[str]) -> bool:
-    """Return whether an engine can prepare images for the model."""
     return _MISTRAL_TOKENIZER in names or any(name in names for name in _PROCESSORS)
 
 
@@ -157,10 +156,7 @@ def module_files(paths: Iterable[str], *, allow_pickle: bool) -> set[str]:
 
 
 def adapter_files_to_download(paths: Collection[str], *, allow_pickle: bool) -> tuple[str, ...]:
-    """Return the part of an adapter's repository needed for serving.
-
-    A pickled file is included only if allowed and without safetensors.
-    """
+    """Return the part of an adapter's repository needed for serving."""
     wanted = [ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE]
     if allow_pickle and ADAPTER_WEIGHTS_FILE not in paths:
         wanted.append(ADAPTER_PICKLE_FILE)
@@ -182,10 +178,8 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> tuple[str, ...]:
 def check_format(where: str, paths: Iterable[str]) -> None:
     """Refuse a repository or folder without weights for the engine, if its format is known.
 
-    ``where`` names the place in the message; ``paths`` are relative, also of subfolders.
-
-    Raises:
-        Refused: the files belong to another program, or are an adapter.
+    ``where`` names the place in the message; ``paths`` are relative, also of subfolders. Raises
+    Refused: the files belong to another program, or are an adapter.
     """
     names = [path.rpartition("/")[2] for path in paths]
     folders = [part for path in paths for part in path.split("/")[:-1]]
@@ -198,10 +192,8 @@ def check_kind(file: str, config: dict[str, Any], parts: Sequence[dict[str, Any]
     """Refuse a configuration of a kind that is never served.
 
     ``file`` is the name of the configuration for messages; ``parts`` are ``config`` and its text
-    model's configuration.
-
-    Raises:
-        Refused: the model has an encoder, or a quantisation that the engine does not have.
+    model's configuration. Raises Refused: the model has an encoder, or a quantisation that the
+    engine does not have.
     """
     architecture = config["architectures"][0]
     if config.get("is_encoder_decoder") is True:
@@ -237,8 +229,7 @@ class Wanted:
     def choose(self, repo_id: str, listed: Sequence[str]) -> tuple[str, ...]:
         """Return the files of a repository that serving needs; ``listed`` are all its files.
 
-        Raises:
-            Refused: the repository has something else, or no permitted weights.
+        Raises Refused: the repository has something else, or no permitted weights.
         """
         if self.content == "adapter":
             if ADAPTER_CONFIG_FILE not in listed:

@@ -76,12 +76,7 @@ def survey_checkpoint(
     allow_remote_code: bool,
     may_be_remote: bool,
 ) -> CheckpointSurvey:
-    """Check every file of a checkpoint that is read later; see :func:`check_checkpoint`.
-
-    Raises:
-        Refused: a file or its content; the message names the file.
-        UsageError: the engine does not offer ``dtype``.
-    """
+    """Check every file of a checkpoint that is read later; see :func:`check_checkpoint`."""
     list_folder(path)  # with a better error
     check_files(path)
     remote = remote_weights(path) if may_be_remote else None
@@ -114,7 +109,6 @@ def encoded(found: Any) -> bytes:
 
 
 def decoded(data: bytes, kind: type[T]) -> T:
-    """Return the dataclass of :func:`encoded`."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=lambda of, value: of(value))
 
 
@@ -140,11 +134,7 @@ def estimate_weight_bytes(
 
 
 def model_dtype_bits(dtype: str) -> int:
-    """Return the bits of a number in a model's ``dtype``.
-
-    Raises:
-        UsageError: the engine does not offer ``dtype``.
-    """
+    """Return the bits of a number in a model's ``dtype``."""
     if dtype != "auto" and dtype not in MODEL_DTYPE_BITS:
         raise UsageError(
             f"unknown dtype {dtype!r}", f"use auto, {', '.join(sorted(MODEL_DTYPE_BITS))}"
@@ -188,10 +178,8 @@ def drafter_elements(engine: Mapping[str, str], model: Path | None = None) -> di
     """Return the numbers of elements by dtype of the drafter in a local folder.
 
     ``engine`` has the engine options of the model in folder ``model``. Empty without a drafter of
-    its own, as for n-grams, and for a module for MTP in the model's checkpoint.
-
-    Raises:
-        Refused: a weight file of the drafter is damaged, or the folder has no weights.
+    its own, as for n-grams, and for a module for MTP in the model's checkpoint. Raises Refused: a
+    weight file of the drafter is damaged, or the folder has no weights.
     """
     method, folder = drafter_of(engine)
     if folder is None or (_is_mtp(method) and model and folder.resolve() == model.resolve()):

@@ -61,7 +61,6 @@ class Architecture:
 
     @property
     def checkpoint_name(self) -> str:
-        """Name of the checkpoint's folder."""
         return f"tiny-{self.key}"
 
 
@@ -86,7 +85,6 @@ class Shape:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the residual stream."""
         return self.num_heads * HEAD_DIM
 
 
@@ -115,12 +113,9 @@ class TensorSpec:
 def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
     """Make (or keep, if present) one checkpoint below ``parent``.
 
-    ``recipe.size_bytes`` counts the weights at float32; bfloat16 files have half the size.
-
-    Raises:
-        UsageError: the architecture or dtype is unknown, no shape is near the size, or the folder
-            cannot be created.
-        Refused: the target folder exists and was not made by this function.
+    ``recipe.size_bytes`` counts the weights at float32; bfloat16 files have half the size. Raises
+    UsageError: the architecture or dtype is unknown, no shape is near the size, or the folder
+    cannot be created. Raises Refused: the target folder exists and was not made by this function.
     """
     arch = _architecture(recipe)
     shape = shape_for(arch, recipe.size_bytes, recipe.num_gpus)
@@ -141,10 +136,8 @@ def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
 def shape_for(arch: Architecture, size_bytes: int, num_gpus: int = 1) -> Shape:
     """Return the best-proportioned shape within 5 % of ``size_bytes`` of float32 weights.
 
-    The attention heads can be divided among ``num_gpus``.
-
-    Raises:
-        UsageError: no shape is within 5 %; the message gives the limits.
+    The attention heads can be divided among ``num_gpus``. Raises UsageError: no shape is within 5
+    %; the message gives the limits.
     """
     in_range = size_bytes <= MAX_SIZE_BYTES and num_gpus > 0
     candidates = [
@@ -306,9 +299,7 @@ def _write_weights(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line: print one line per checkpoint, errors to stderr; return the exit
-    code.
-    """
+    """Print one line per checkpoint, errors to stderr; return the exit code."""
     parser = maker_parser("gpupoold.checkpoints.tiny", "Make tiny random checkpoints, offline.")
     parser.add_argument("--arch", default="all", help=f"{', '.join(ARCHITECTURES)} or all")
     parser.add_argument("--size", default=DEFAULT_SIZE, help="bytes of weights at float32")

@@ -63,7 +63,6 @@ class Wishes:
     engines_bytes: int | None = None
 
     def has(self, key: str) -> bool:
-        """Return whether the configuration sets a budget."""
         return self._by_key[key] is not None
 
     @property
@@ -115,15 +114,13 @@ class Budgets:
 
     @property
     def used_bytes(self) -> int:
-        """Sum of ``parts``."""
         return sum(part.num_bytes for part in self.parts)
 
 
 def work_out(wishes: Wishes, machine: Machine) -> Budgets:
     """Return the budgets for a machine; the ``wishes`` are kept.
 
-    Raises:
-        SettingError: the machine has too little memory for the wishes.
+    Raises SettingError: the machine has too little memory for the wishes.
     """
     in_flight, why_in_flight = _bytes_in_flight(machine.usable_bytes)
     reserve, why_reserve = _reserve(machine.devices)
@@ -166,11 +163,7 @@ class _HostMemory:
     """
 
     def __init__(self, wishes: Wishes, machine: Machine, in_flight: int) -> None:
-        """Check that the wishes and the fixed uses fit together.
-
-        Raises:
-            SettingError: the uses exceed the memory.
-        """
+        """Check that the wishes and the fixed uses fit together."""
         self._wishes = wishes
         self._machine = machine
         self._engines = [
@@ -192,13 +185,11 @@ class _HostMemory:
         return "simulated host memory" if self._machine.is_simulated else "host memory"
 
     def parts(self, model_cache: int, kv_host: int) -> Iterator[Part]:
-        """Yield all uses with these budgets, without uses of no bytes."""
         if self._engines:
             caches = (Part(MODEL_CACHE, model_cache), Part(KV_HOST, kv_host, len(self._engines)))
             yield from (part for part in (*caches, *self._fixed) if part.num_bytes)
 
     def kv_host(self) -> tuple[int, str]:
-        """Return the KV host cache of a GPU, and the arithmetic."""
         if self._wishes.kv_host_bytes is not None:
             return self._wishes.kv_host_bytes, ""
         if not self._engines:
@@ -207,11 +198,7 @@ class _HostMemory:
         return _rounded(num_bytes), why
 
     def model_cache(self, kv_host: int) -> tuple[int, str]:
-        """Return the model cache beside a KV host cache of each GPU, and the arithmetic.
-
-        Raises:
-            SettingError: too little is left.
-        """
+        """Return the model cache beside a KV host cache of each GPU, and the arithmetic."""
         if self._wishes.model_cache_bytes is not None:
             return self._wishes.model_cache_bytes, ""
         if not self._engines:
@@ -332,11 +319,7 @@ def _reserve(devices: Iterable[MachineDevice]) -> tuple[int | None, str]:
 
 
 def _check_reserve(devices: Iterable[MachineDevice], reserve: int | None) -> None:
-    """Check that devices of a known size keep memory.
-
-    Raises:
-        SettingError: the reserve takes all memory of a device.
-    """
+    """Check that devices of a known size keep memory."""
     for device in devices:
         has_default = reserve is None and device.kind == "cuda"
         kept_bytes = CUDA_RESERVE_BYTES if has_default else reserve or 0

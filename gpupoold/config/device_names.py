@@ -20,8 +20,7 @@ _CUDA_RANGE = re.compile(r"(?P<first>\d{1,4})-(?P<last>\d{1,4})")
 def named_devices(names: object, has_tables: bool) -> list[dict[str, object]]:
     """Convert ``devices``, the short form, to the tables of ``[[device]]``.
 
-    Raises:
-        ValueError: not a list of known names, or ``has_tables``, when the file has both forms.
+    Raises ValueError: not a list of known names, or ``has_tables``, when the file has both forms.
     """
     if has_tables:
         raise ValueError("write either devices or [[device]], not both")
@@ -47,8 +46,7 @@ def check_gpu(kind: str, gpu: str | None) -> None:
 def group_value(value: object) -> object:
     """Check ``gpus`` of a device: a list of CUDA ordinals, or a number of GPUs.
 
-    Raises:
-        ValueError: neither, more than ``MAX_GROUP_GPUS``, or a GPU is named twice.
+    Raises ValueError: neither, more than ``MAX_GROUP_GPUS``, or a GPU is named twice.
     """
     if isinstance(value, list | tuple):
         count = len(value)
@@ -82,10 +80,8 @@ def numbered(gpus: Sequence[tuple[int, ...] | None], has_memory: Sequence[bool])
     """Return the lowest ordinals without a device, for each None in ``gpus`` in turn.
 
     ``gpus`` has the ordinals of each CUDA device; ``has_memory`` tells whether the device states
-    its memory, which lets single GPUs be shared.
-
-    Raises:
-        ValueError: devices have a GPU in common that they cannot share.
+    its memory, which lets single GPUs be shared. Raises ValueError: devices have a GPU in common
+    that they cannot share.
     """
     uses = Counter(index for named in gpus for index in named or ())
     for named, has_size in zip(gpus, has_memory, strict=True):

@@ -53,11 +53,7 @@ class ConfigFile:
 
 
 def read_config_file(path: Path | None = None) -> ConfigFile:
-    """Read the file at ``path``, else the file of :func:`chosen_path`, else the defaults.
-
-    Raises:
-        ConfigError: the file cannot be read, is not TOML, or has a wrong value.
-    """
+    """Read the file at ``path``, else the file of :func:`chosen_path`, else the defaults."""
     path = path or chosen_path()
     if path is None:
         return parsed_file("", None)
@@ -67,8 +63,7 @@ def read_config_file(path: Path | None = None) -> ConfigFile:
 def parsed_file(text: str, path: Path | None) -> ConfigFile:
     """Parse the text of a file.
 
-    Raises:
-        ConfigError: the text is not TOML or has wrong values; the message lists all problems.
+    Raises ConfigError: the text is not TOML or has wrong values; the message lists all problems.
     """
     problems = check_text(text)
     if problems:
@@ -184,8 +179,7 @@ def _why_not_listen(server: ServerSettings) -> str:
 def check_gpus_found(file: ConfigFile, machine: Machine) -> None:
     """Check that the GPUs which a daemon's file or engine ask for are there.
 
-    Raises:
-        Failed: a GPU is missing. The driver may be loaded later, so another start may succeed.
+    Raises Failed: a GPU is missing. The driver may be loaded later, so another start may succeed.
     """
     problem, fix = missing_gpus(file)
     if problem:
@@ -217,8 +211,7 @@ def missing_gpus(file: ConfigFile) -> tuple[str, str]:
 def loads(text: str) -> dict[str, Any]:
     """Return the tables of a TOML text.
 
-    Raises:
-        tomllib.TOMLDecodeError: the text is not TOML, or nested too deep.
+    Raises tomllib.TOMLDecodeError: the text is not TOML, or nested too deep.
     """
     try:
         tables = tomllib.loads(text)

@@ -35,9 +35,8 @@ class Update:
 def fitted(settings: Settings, machine: Machine) -> Fitted:
     """Return the settings with all budgets.
 
-    Raises:
-        SettingError: a group has unlike GPUs, or one that is not there; or the machine has too
-            little memory for budgets that the settings have.
+    Raises SettingError: a group has unlike GPUs, or one that is not there; or the machine has too
+    little memory for budgets that the settings have.
     """
     check_groups(machine.devices)
     memory, limits = settings.memory, settings.limits
@@ -58,11 +57,8 @@ def update_of(now: Settings, file: Settings, machine_now: Machine, machine_then:
 
     The machines have the facts for the devices of ``now`` and of ``file``. Budgets that apply at
     once are worked out beside the budgets in force, because a changed ``memory.kv_host`` waits for
-    a restart.
-
-    Raises:
-        SettingError: the machine has too little memory for the file, or for the budgets in force
-            together with the new ones.
+    a restart. Raises SettingError: the machine has too little memory for the file, or for the
+    budgets in force together with the new ones.
     """
     wanted = fitted(file, machine_then)
     in_force = with_changes(now, wanted.settings, changes_between(now, wanted.settings))

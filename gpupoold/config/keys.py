@@ -56,7 +56,6 @@ class KeyChange:
 
 
 def settings_of(settings: Settings) -> list[Setting]:
-    """Return all keys, in the order of the sections."""
     spelled = settings.model_dump(mode="json", by_alias=True)
     found: list[Setting] = []
     for name, field in type(settings).model_fields.items():

@@ -50,7 +50,6 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that the daemon and its processes may use."""
         return min(self.memory_bytes, self.limit_bytes or self.memory_bytes)
 
 

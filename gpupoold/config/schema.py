@@ -185,7 +185,6 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """Dotted, as in ``device[0].memory``; empty for the file as a whole."""
         return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in self.where).lstrip(".")
 
     @property
@@ -215,8 +214,7 @@ def chosen_path() -> Path | None:
 def parse_settings(raw: Mapping[str, Any], origin: str) -> Settings:
     """Check parsed TOML and fill in defaults; errors name ``origin``.
 
-    Raises:
-        ConfigError: the message has the first wrong key and the number of further errors.
+    Raises ConfigError: the message has the first wrong key and the number of further errors.
     """
     settings, problems = examine(raw)
     if settings is None:
@@ -247,11 +245,7 @@ def examine(raw: Mapping[str, Any]) -> tuple[Settings | None, list[Problem]]:
 
 
 def with_device_tables(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of parsed TOML with ``device`` tables for ``devices``.
-
-    Raises:
-        ValueError: ``devices`` is malformed, or the file has both forms.
-    """
+    """Return a copy of parsed TOML with ``device`` tables for ``devices``."""
     data = dict(raw)
     if "devices" in data:
         data["device"] = named_devices(data.pop("devices"), "device" in data)
@@ -337,8 +331,7 @@ def _default_runtime_dir(is_root: bool) -> Path:
 def read_text(path: Path) -> str:
     """Read a configuration file; ``/dev/null`` is an empty file.
 
-    Raises:
-        ConfigError: the file is missing, no regular file, too large, or cannot be read.
+    Raises ConfigError: the file is missing, no regular file, too large, or cannot be read.
     """
     if path == Path(os.devnull):
         return ""
@@ -354,7 +347,6 @@ def read_text(path: Path) -> str:
 
 
 def sections() -> dict[str, type[Section]]:
-    """Return the sections by name in the file; ``device`` is the section of each device."""
     kinds: dict[str, type[Section]] = {"device": DeviceSettings}
     for name, field in Settings.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -363,7 +355,6 @@ def sections() -> dict[str, type[Section]]:
 
 
 def known_keys() -> dict[str, tuple[str, ...]]:
-    """Return the keys of each section, spelled as in a file."""
     return {
         section: tuple(field.alias or name for name, field in kind.model_fields.items())
         for section, kind in sections().items()
@@ -371,7 +362,6 @@ def known_keys() -> dict[str, tuple[str, ...]]:
 
 
 def _hidden_keys() -> set[str]:
-    """Return the dotted keys whose values are never shown."""
     return {
         f"{section}.{field.alias or name}"
         for section, kind in sections().items()

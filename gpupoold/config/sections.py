@@ -82,7 +82,6 @@ class ServerSettings(Section):
 
     @property
     def family(self) -> socket.AddressFamily:
-        """The family of the address or name to listen at."""
         return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
 
@@ -233,7 +232,6 @@ class MemorySettings(Section):
 
     @property
     def model_cache_bytes(self) -> int:
-        """The budget of the model cache, once worked out."""
         assert self.model_cache_or_auto is not None, "memory.model_cache is not worked out"
         return self.model_cache_or_auto
 
@@ -385,7 +383,6 @@ class LimitSettings(Section):
 
     @property
     def max_bytes_in_flight(self) -> int:
-        """The bound in bytes; the least one until worked out."""
         return self.max_bytes_in_flight_or_auto or LEAST_BYTES_IN_FLIGHT
 
 

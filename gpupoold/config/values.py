@@ -77,22 +77,14 @@ def _duration(value: object) -> object:
 
 
 def check_host(host: str) -> str:
-    """Return ``host``, which a socket may listen at.
-
-    Raises:
-        ValueError: an address of version 6 has brackets, as in a URL.
-    """
+    """Return ``host``, which a socket may listen at."""
     if host.startswith("["):
         raise ValueError(f'{host!r}: write the address without brackets, such as "::1"')
     return host
 
 
 def check_socket_folder(folder: Path) -> Path:
-    """Return the folder, in which the admin socket can be made.
-
-    Raises:
-        ValueError: the path of the socket is longer than the kernel allows.
-    """
+    """Return the folder, in which the admin socket can be made."""
     path = folder / SOCKET_FILE_NAME
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_SOCKET_PATH_BYTES:
@@ -143,11 +135,7 @@ def _origins(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """Convert a TOML list to a tuple.
-
-    Raises:
-        ValueError: ``value`` is not a list.
-    """
+    """Convert a TOML list to a tuple."""
     if isinstance(value, list | tuple):
         return tuple(value)
     raise ValueError("write a list")
@@ -204,11 +192,9 @@ class Section(BaseModel):
 
 
 def effect_of(field: FieldInfo, section: Section | type[Section]) -> Effect:
-    """Return the time at which a changed value of a field applies."""
     own = (mark for mark in field.metadata if isinstance(mark, Effect))
     return next(own, section.effect)
 
 
 def is_hidden(field: FieldInfo) -> bool:
-    """Return whether the field's value is never shown."""
     return any(isinstance(mark, Hidden) for mark in field.metadata)

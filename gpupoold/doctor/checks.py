@@ -91,7 +91,6 @@ def fault(name: str, found: str, fix: str) -> Check:
 
 
 def check_all(facts: Facts) -> list[Check]:
-    """Return the results of all checks, in the order in which to repair faults."""
     return list(_checks(facts))
 
 
@@ -212,10 +211,7 @@ def _check_versions(versions: VersionFacts, kinds: set[str]) -> Iterator[Check]:
 def check_groups(
     gpu: GpuFacts, settings: Settings, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Check]:
-    """Check the connections of each group of GPUs: NVLink, and one socket where possible.
-
-    ``environment`` determines the visible GPUs.
-    """
+    """Check the connections of each group of GPUs: NVLink, and one socket where possible."""
     for number, device in enumerate(settings.devices):
         if device.kind == "cuda" and device.num_gpus > 1:
             found = [index_of(gpu, ordinal, environment) for ordinal in device.gpus]
@@ -404,7 +400,6 @@ def check_kernel_memory(memory: MemoryFacts, kinds: set[str]) -> Iterator[Check]
 
 
 def check_numa(numa: NumaFacts, kinds: set[str]) -> Iterator[Check]:
-    """Check that threads can allocate host memory near a GPU."""
     if numa.num_nodes < 2:
         yield ok("numa", "one node")
         return
@@ -459,7 +454,6 @@ def check_limits(limits: LimitFacts, settings: Settings, pinned_bytes: int) -> I
 
 
 def check_folder(folder: Folder) -> Check:
-    """Check that a folder is writable, on a suitable file system, and has free space."""
     name = f"folder {folder.key}"
     found = f"{folder.path} on {folder.filesystem}, {format_bytes(folder.free_bytes)} free"
     if not folder.is_writable:

@@ -125,7 +125,6 @@ def _limits(machine: MachineInfo | None, daemon: DaemonFacts) -> LimitFacts:
 
 
 def daemon_facts(client: AdminClient) -> DaemonFacts:
-    """Return the facts reported by the daemon's admin API."""
     try:
         status = client.status()
         models, cached = client.models(), client.cache().models
@@ -199,7 +198,6 @@ def _try_moving_pages() -> None:
 
 
 def network_facts(settings: Settings, socket_path: Path, daemon: DaemonFacts) -> NetworkFacts:
-    """Probe whether the public address is free, unless the daemon listens there already."""
     server = settings.server
     # A service has the address of its socket unit.
     address = daemon.http_url or f"{server.host}:{server.port}"
@@ -247,7 +245,6 @@ def _examine(path: Path, folder: Path, newest: int) -> DatabaseFacts:
 
 
 def version_facts() -> VersionFacts:
-    """Return the installed and the required versions."""
     needed: dict[str, str] = {}
     with suppress(importlib.metadata.PackageNotFoundError):
         for line in importlib.metadata.requires("gpupool") or ():

@@ -154,7 +154,6 @@ _ENABLE = "enable_lora"
 
 
 def engine_part(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options that change the engine."""
     return {
         name: value for name, value in options.items() if name.partition(".")[0] not in API_ONLY
     }
@@ -257,20 +256,17 @@ def options_for(options: Mapping[str, str], rank: int) -> dict[str, str]:
 
 
 def num_slots(options: Mapping[str, str]) -> int:
-    """Return the number of adapters in one step, 0 for an engine without adapters."""
     return _number(options, _PER_STEP, DEFAULT_MAX_LORAS) if takes_adapters(options) else 0
 
 
 def max_rank(options: Mapping[str, str]) -> int:
-    """Return the largest rank of an engine's adapters."""
     return _number(options, _RANK, _DEFAULT_RANK)
 
 
 def check_num_adapters(model: str, options: Mapping[str, str], num_adapters: int) -> None:
     """Check that a model may have ``num_adapters``.
 
-    Raises:
-        Refused: there are too many for the engine.
+    Raises Refused: there are too many for the engine.
     """
     limit = _number(with_adapter_support(options), _IN_TOTAL, DEFAULT_MAX_CPU_LORAS)
     if num_adapters > limit:

@@ -44,8 +44,7 @@ def default_arguments() -> Namespace:
 def parse_options(options: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of engine options by the names of vLLM's arguments.
 
-    Raises:
-        UsageError: vLLM has no such option, or does not accept a value.
+    Raises UsageError: vLLM has no such option, or does not accept a value.
     """
     words = [word for name, value in options.items() for word in _words(name, value)]
     parsed = vars(_parse(words))

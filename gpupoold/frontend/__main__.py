@@ -21,7 +21,6 @@ from gpupoold.system.process import (
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """Return the parser of a frontend's command line."""
     parser = argparse.ArgumentParser(prog="gpupoold.frontend", description=__doc__)
     parser.add_argument("--wire-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
@@ -47,7 +46,6 @@ async def _serve(started: argparse.Namespace, checker: RunningChecker) -> None:
 
 
 def main() -> None:
-    """Run a frontend until the daemon stops the process."""
     started = argument_parser().parse_args()
     settings: FrontendSettings = started.settings
     begin_child(f"frontend-{settings.number}", settings.log_level, started.parent_pid)

@@ -258,9 +258,7 @@ class VllmModelApi:
         self._client.push(outputs)
 
     def _refuse_grammars(self, request_ids: Iterable[str]) -> None:
-        """Fail requests that the engine gave up before the first token for their grammar's
-        format.
-        """
+        """Fail requests whose grammar the engine gave up before the first token."""
         states = self._llm.output_processor.request_states
         known = (states.get(request_id) for request_id in request_ids)
         refused = [
@@ -355,7 +353,6 @@ _NO_PROBABILITIES = "logprobs are not available: the tokens of a simulated devic
 
 
 def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:
-    """Return vLLM's configuration of a model as loaded by its workers."""
     arguments = _arguments(model, loaded)
     config: VllmConfig = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     config.cache_config.num_gpu_blocks = loaded.num_gpu_blocks
@@ -364,7 +361,6 @@ def engine_config(model: ModelToLoad, loaded: LoadedModel) -> VllmConfig:
 
 
 def _arguments(model: ModelToLoad, loaded: LoadedModel) -> Namespace:
-    """Return the arguments that ``vllm serve`` would have parsed for this model."""
     args = default_arguments()
     found = found_parsers(Path(model.path), model.engine)
     args.enable_auto_tool_choice = found.tool.name is not None

@@ -144,7 +144,6 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def declared_length(scope: Scope) -> int:
-    """Return the length in the headers of a request, 0 without."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():
             return int(value)
@@ -173,11 +172,7 @@ class JsonScan:
         self._rest = b""
 
     def feed(self, piece: bytes) -> None:
-        """Count the next piece of the text.
-
-        Raises:
-            TooMuchJson: the text so far exceeds a bound.
-        """
+        """Count the next piece of the text."""
         outside = self._outside_strings(piece).translate(None, _NOT_STRUCTURE)
         num_commas = outside.count(b",")
         num_opened = outside.count(b"[") + outside.count(b"{")
@@ -302,10 +297,8 @@ def _has_surrogate(body: bytes) -> bool:
 def check_num_requests(head: Head, bound: int) -> None:
     """Check that a request could be admitted without any other live request.
 
-    The inputs of a pooling request need not be live at once.
-
-    Raises:
-        ApiError: 400; the request asks for more answers than ``bound``.
+    The inputs of a pooling request need not be live at once. Raises ApiError: 400; the request asks
+    for more answers than ``bound``.
     """
     if head.num_requests > bound and not head.is_pooling:
         raise bad_request(

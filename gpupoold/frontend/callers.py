@@ -70,12 +70,10 @@ class Caller:
 
     @property
     def pace(self) -> str:
-        """The pace of the key's streams, empty without one."""
         return "" if self.key is None else self.key.pace
 
     @property
     def key_id(self) -> str:
-        """Id of the key, "" without one."""
         return "" if self.key is None else self.key.id
 
     def max_requests(self, max_live: int) -> int:
@@ -110,7 +108,6 @@ class Callers:
         """Set when the keys are known."""
 
     def replace(self, rules: AccessRules) -> None:
-        """Replace the rules. Running requests continue under any rules."""
         self._by_id = {key.id: _caller(key, rules.share_prefixes) for key in rules.keys}
         self._are_required = rules.are_required
         self.host_names = frozenset(rules.host_names)
@@ -135,10 +132,8 @@ class Callers:
         """Return the caller of a request with these headers.
 
         A key is checked even where none is needed; a text without the form of a key is then
-        ignored, because clients always send some text.
-
-        Raises:
-            ApiError: 401 without a valid key; 503 before the daemon has sent the keys.
+        ignored, because clients always send some text. Raises ApiError: 401 without a valid key;
+        503 before the daemon has sent the keys.
         """
         if self._are_required is None:
             raise starting()
@@ -152,17 +147,11 @@ class Callers:
         raise self._unauthorised(_WRONG_KEY if sent else _NO_KEY)
 
     async def begin(self, caller: Caller) -> None:
-        """Count a request about to be served.
-
-        Raises:
-            ApiError: 429: too many requests or tokens in too short a time; 503: the rates are
-                unknown now.
-        """
+        """Count a request about to be served."""
         if caller.key is not None and caller.key.is_rate_limited:
             await self._rates.begin(caller.key)
 
     def asked(self, message: AddRequest) -> None:
-        """Add the present caller and preset to a message for the daemon."""
         caller, preset = _current.get() or (self._anybody, "")
         if caller.key is not None:
             message.key_id, message.priority = caller.key.id, Priority(caller.key.priority)
@@ -320,7 +309,6 @@ def check_origin(headers: Headers, callers: Callers) -> None:
 
 
 def is_allowed(origin: str, callers: Callers) -> bool:
-    """Return whether the configuration gives pages of this origin access."""
     return origin in callers.allowed_origins or ANY_ORIGIN in callers.allowed_origins
 
 
@@ -366,8 +354,7 @@ class FleetCall:
     def opened(self, body: bytes) -> tuple[bytes, AnswerSoFar | None]:
         """Return the client's body, and the answer to be continued, if any.
 
-        Raises:
-            ApiError: 401, the body is not the signed body; 400, the body is no continuation.
+        Raises ApiError: 401, the body is not the signed body; 400, the body is no continuation.
         """
         if not self._signature.covers(body):
             raise ApiError(401, _BAD_SIGNATURE)
@@ -395,11 +382,7 @@ class FleetCalls:
         self.downloads = ""
 
     def find(self, scope: Scope) -> FleetCall | None:
-        """Return the call of a signed request, None for other requests.
-
-        Raises:
-            ApiError: 401, the signature is wrong.
-        """
+        """Return the call of a signed request, None for other requests."""
         headers = {name: value for name, value in scope["headers"] if name in _NAMES}
         value = headers.get(HEADER.encode())
         if value is None:
@@ -415,10 +398,7 @@ _NAMES = frozenset((HEADER.encode(), CONTINUES_HEADER.encode()))
 
 
 def why_impossible(so_far: OutputSoFar, max_tokens: int, vocab_size: int) -> str:
-    """Return the reason against the continuation of a sample, empty without one.
-
-    ``max_tokens`` is the request's limit.
-    """
+    """Return the reason against the continuation of a sample, empty without one."""
     num_tokens, is_over = len(so_far.token_ids), so_far.finish_reason is not None
     if num_tokens > max_tokens or (num_tokens == max_tokens and not is_over):
         return f"{num_tokens} tokens of an answer of at most {max_tokens} leave none to make"

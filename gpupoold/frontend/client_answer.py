@@ -114,7 +114,6 @@ class ClientAnswer:
             await self._pass_on(start)
 
     async def _tell_facts(self) -> None:
-        """Send facts that the headers did not have."""
         if self._is_event_stream and self.facts and not self._are_facts_told:
             self._are_facts_told = True
             shown = (f"{name.replace('-', '_')}={value}" for name, value in self.facts.items())
@@ -207,7 +206,6 @@ class Traces:
 
     @contextlib.contextmanager
     def request(self, scope: Scope, request_id: str) -> Iterator[TracedRequest]:
-        """Record the request inside the context."""
         traced = TracedRequest()
         if self._tracer is None:
             yield traced

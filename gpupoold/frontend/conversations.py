@@ -66,8 +66,7 @@ def is_long_conversation(name: str, num_bytes: int, path: str) -> bool:
 def check_conversation(name: str, value: Any, path: str) -> None:
     """Check the field called ``name`` of a request to ``path``.
 
-    Raises:
-        ApiError: 400; the field is an object, or a list with an element that is no message.
+    Raises ApiError: 400; the field is an object, or a list with an element that is no message.
     """
     if isinstance(value, dict):  # vLLM iterates over the keys
         raise bad_request(f"`{name}` must be a list, or text.", param=name)
@@ -84,11 +83,7 @@ def check_conversation(name: str, value: Any, path: str) -> None:
 
 
 def check_messages(name: str, messages: list[Any]) -> None:
-    """Check a conversation of the chat API in the field ``name`` of another API.
-
-    Raises:
-        ApiError: 400; an element is no message.
-    """
+    """Check a conversation of the chat API in the field ``name`` of another API."""
     _check(name, messages, message_types()[_CHAT_PATHS[0]])
 
 
@@ -100,7 +95,6 @@ class MessageType:
     prepare: Callable[[list[Any]], list[Any]]
 
     def first_wrong(self, messages: list[Any]) -> int | None:
-        """Return the index of the first message of another type."""
         try:
             self.adapter.validate_python(self.prepare(messages))
         except ValidationError as error:
@@ -111,7 +105,6 @@ class MessageType:
 
 @functools.cache
 def message_types() -> dict[str, MessageType]:
-    """Return the types by path."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -183,11 +176,8 @@ def num_inputs(body: bytes, path: str) -> tuple[int, str]:
     """Return the largest number of engine requests of a body sent to ``path``, and a field.
 
     The field is the one with most inputs. Embedding models score a pair by two requests, one for
-    each side.
-
-    Raises:
-        msgspec.DecodeError: the body is not valid JSON.
-        msgspec.ValidationError: the body is no object.
+    each side. Raises msgspec.DecodeError: the body is not valid JSON. Raises
+    msgspec.ValidationError: the body is no object.
     """
     fields = _decoder.decode(body)
     names: Iterable[str] = (*_QUERIES, *_DOCUMENTS) if path in SCORING_PATHS else ("input",)
@@ -201,10 +191,8 @@ def check_input(name: str, value: Any) -> None:
     """Check the field ``input`` or ``messages`` of a body sent to a pooling API.
 
     vLLM tries five types on each element and lists an error per type and element: 4,096 numbers
-    with a fraction would become an error of 12 MB.
-
-    Raises:
-        ApiError: 400; the value is no text, no token ids, no conversation, and no list of these.
+    with a fraction would become an error of 12 MB. Raises ApiError: 400; the value is no text, no
+    token ids, no conversation, and no list of these.
     """
     if not isinstance(value, list) or _is_all(value, str) or _is_token_ids(value):
         return

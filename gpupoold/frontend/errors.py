@@ -82,7 +82,6 @@ class ApiError(Exception):
         self.more_headers = more_headers
 
     def body(self) -> dict[str, object]:
-        """Return the JSON body in OpenAI's form."""
         return {
             "error": {
                 "message": self.message,
@@ -102,12 +101,10 @@ class ApiError(Exception):
 
 
 def allow_header(methods: Sequence[str]) -> tuple[bytes, bytes]:
-    """Return the header ``Allow`` of a path with these methods."""
     return b"allow", ", ".join(sorted((*methods, "OPTIONS"))).encode()
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """Return 400: the request itself is wrong."""
     return ApiError(400, message, param=param)
 
 
@@ -118,27 +115,21 @@ def not_understood(error: Exception) -> ApiError:
 
 
 def too_large(max_body_bytes: int) -> ApiError:
-    """413: the body is over the daemon's limit."""
     return ApiError(413, f"The request body is larger than the limit of {max_body_bytes} bytes.")
 
 
 def no_such_path(method: str, path: str) -> ApiError:
-    """Return 404: the path is unknown."""
     message = f"There is no {method} {short(path)} here. The API is below /v1, see /openapi.json."
     return ApiError(404, message)
 
 
 def method_not_allowed(method: str, path: str, methods: Sequence[str]) -> ApiError:
-    """Return 405: the path exists for other methods."""
     message = f"{short(path)} does not take {method}, but {', '.join(methods)}."
     return ApiError(405, message, more_headers=[allow_header(methods)])
 
 
 def no_such_model(name: str, known: Iterable[str]) -> ApiError:
-    """Return 404: the name is neither a model nor an alias of the caller's ``known`` models.
-
-    The message has the nearest name.
-    """
+    """Return 404: the name is neither a model nor an alias of the caller's ``known`` models."""
     near = [] if len(name) > _MAX_NAME_CHARS else difflib.get_close_matches(name, known, n=3)
     hint = (
         f"Did you mean {', '.join(f'`{other}`' for other in near)}?"
@@ -169,7 +160,6 @@ def not_ready(model: ServedModel) -> ApiError:
 
 
 def over_rate(message: str, retry_after_s: float) -> ApiError:
-    """Return 429: the key has used up its rate."""
     return ApiError(429, message, retry_after_s=retry_after_s)
 
 
@@ -200,7 +190,6 @@ async def send_json(
 
 
 async def send_empty(send: Send, headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Answer with 204."""
     await send({"type": "http.response.start", "status": 204, "headers": list(headers)})
     await send({"type": "http.response.body", "body": b""})
 

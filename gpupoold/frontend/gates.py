@@ -84,7 +84,6 @@ class Gate:
 
     @property
     def has_begun(self) -> bool:
-        """True if the client gets the API's output: there is some, and the gate is open."""
         return self._is_open and (bool(self._held) or self.answer.has_begun)
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
@@ -104,18 +103,13 @@ class Gate:
             await self._flush()
 
     async def settle(self) -> None:
-        """Return when all output has been sent, after the API's end.
-
-        Raises:
-            ApiError: the request was refused; no output has been sent.
-        """
+        """Return when all output has been sent, after the API's end."""
         if self._opening is not None:
             await self._opening
         if self.refusal is not None:
             raise self.refusal
 
     def asked(self, request_id: str) -> None:
-        """The daemon is asked to take a request for this answer."""
         self.request_ids.append(request_id)
         self._num_unanswered += 1
 
@@ -154,7 +148,6 @@ def refuse(error: ApiError) -> None:
 
 
 def has_asked() -> bool:
-    """Return whether the daemon has been asked for anything for the answer being made."""
     gate = _current.get()
     return gate is not None and not gate.is_untouched
 
@@ -185,11 +178,9 @@ class Gates:
         """Create a gate for the context and its tasks.
 
         ``wants_comments``: a waiting stream gets comments. ``tells_tokens``: see
-        :class:`.client_answer.ClientAnswer`.
-
-        Raises:
-            ApiError: at the end, without any output: a request was refused, or the API failed
-                before adding a request, which is the request's fault.
+        :class:`.client_answer.ClientAnswer`. Raises ApiError: at the end, without any output: a
+        request was refused, or the API failed before adding a request, which is the request's
+        fault.
         """
         gate = Gate(
             send,
@@ -214,7 +205,6 @@ class Gates:
         await gate.settle()
 
     def asked(self, request_id: str) -> None:
-        """The daemon is going to be asked to take a request."""
         gate = _current.get()
         if gate is not None:
             gate.asked(request_id)
@@ -234,7 +224,6 @@ class Gates:
         return [] if message.status == HTTPStatus.OK else [message.request_id]
 
     def progressed(self, progress: Iterable[RequestProgress]) -> None:
-        """An engine has made outputs."""
         if self._telling:
             for item in progress:
                 if (answer := self._telling.get(item.request_id)) is not None:
@@ -242,7 +231,6 @@ class Gates:
                     answer.note_tokens(number, item.new_token_ids, item.finish_reason)
 
     def first_tokens(self, message: FirstTokens) -> None:
-        """Tell the answers of these requests how the requests have waited."""
         for first in message.requests:
             answer = self._admitted.get(first.request_id)
             if answer is not None:
@@ -297,7 +285,6 @@ class WaitComments:
     _asking: asyncio.Task[None] | None = field(default=None, init=False)
 
     def begin(self, request_id: str, stream: Stream) -> None:
-        """A request has been admitted."""
         if not self.interval_s:
             return
         self._waiting[request_id] = _Waiting(stream, self.clock() + self._every_s)
@@ -305,17 +292,14 @@ class WaitComments:
             self._asking = asyncio.create_task(self._ask())
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Requests have ended."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
 
     def progressed(self, progress: Iterable[RequestProgress]) -> None:
-        """An engine has made outputs."""
         if self._waiting:
             self.end(item.request_id for item in progress)
 
     def told(self, message: Waits) -> None:
-        """Pass the daemon's answer on."""
         for wait in message.waits:
             waiting = self._waiting.get(wait.request_id)
             if waiting is not None:
@@ -344,7 +328,6 @@ class WaitComments:
 
 
 def comment_of(wait: RequestWait) -> str:
-    """Return the text of a comment."""
     text = "gpupool waiting"
     if wait.place:
         text += f" place={wait.place}"
@@ -365,10 +348,7 @@ def wanted_gap_s(scope: Scope, *defaults: str) -> float | None:
     """Return the gap between two tokens wanted by a request, None for no pace.
 
     The header ``X-Gpupool-Pace`` has a pace; without one the first of ``defaults`` that is not
-    empty holds. See :func:`gap_s_of`.
-
-    Raises:
-        ApiError: 400: the header has another value.
+    empty holds. See :func:`gap_s_of`. Raises ApiError: 400: the header has another value.
     """
     values = [value for name, value in scope["headers"] if name == _PACE_HEADER]
     if not values:
@@ -411,7 +391,6 @@ class Pacer:
 
     @property
     def is_active(self) -> bool:
-        """True if there are paced streams."""
         return bool(self._paced)
 
     def take_gaps(self) -> Histogram:

@@ -130,11 +130,7 @@ class CheckQueue:
     _num_waiting: int = 0
 
     def put(self, caller: str, job: _Job) -> None:
-        """Add a check.
-
-        Raises:
-            TooManyGrammars: too many wait already.
-        """
+        """Add a check."""
         jobs = self._by_caller.setdefault(caller, deque())
         if self._num_waiting >= MAX_WAITING or len(jobs) >= MAX_WAITING_PER_CALLER:
             if not jobs:
@@ -144,7 +140,6 @@ class CheckQueue:
         self._num_waiting += 1
 
     def take(self) -> _Job | None:
-        """The next check; None: none waits."""
         if not self._by_caller:
             return None
         caller, jobs = self._by_caller.popitem(last=False)
@@ -180,11 +175,7 @@ class GrammarVetting:
     async def verdict(
         self, mount_id: int, model: ModelToLoad, loaded: LoadedModel, constraint: bytes, caller: str
     ) -> GrammarVerdict:
-        """Return the verdict on a grammar, after a check if new.
-
-        Raises:
-            TooManyGrammars: too many checks are waiting.
-        """
+        """Return the verdict on a grammar, after a check if new."""
         key = hashlib.sha256(b"%d %b" % (mount_id, constraint)).digest()
         known = self._known.get(key)
         if known is not None:
@@ -212,11 +203,9 @@ class GrammarVetting:
 
     @property
     def has_convictions(self) -> bool:
-        """True if :meth:`conviction` may return a reason."""
         return bool(self._convictions)
 
     def conviction(self, model: str, key_id: str, grammar: str) -> str:
-        """Return why a grammar is refused, or an empty text."""
         return self._convictions.get((model, key_id, grammar), "")
 
     def _learn(self, key: bytes, done: asyncio.Future[GrammarVerdict]) -> None:
@@ -337,11 +326,7 @@ class GrammarFields(msgspec.Struct):
 
 
 def check_fields(fields: GrammarFields) -> None:
-    """Check a body's fields before any other reader.
-
-    Raises:
-        OverBound: a field exceeds a bound.
-    """
+    """Check a body's fields before any other reader."""
     for name in GrammarFields.__struct_fields__:
         raw: msgspec.Raw = getattr(fields, name)
         num_bytes = len(memoryview(raw))
@@ -360,10 +345,7 @@ def check_fields(fields: GrammarFields) -> None:
 def check_constraint(parts: dict[str, Any]) -> bytes:
     """Check vLLM's parsed fields of a request, named as in ``structured_outputs``.
 
-    Returns the parts as JSON.
-
-    Raises:
-        OverBound: a part exceeds a bound.
+    Returns the parts as JSON. Raises OverBound: a part exceeds a bound.
     """
     field = "structured_outputs"
     _check_value(field, parts, _DERIVED)

@@ -138,7 +138,6 @@ class PiecewiseJson(JSONResponse):
     divided: frozenset[type] = frozenset()
 
     def render(self, content: Any) -> bytes:
-        """Serialise the first piece."""
         self._further = _joined(json_pieces(content, self.divided))
         return next(self._further)
 
@@ -247,7 +246,6 @@ class AnswerJson(PiecewiseJson):
     divided = _DIVIDED
 
     def render(self, content: Any) -> bytes:
-        """Serialise the answer, or its first piece."""
         if isinstance(content, _Large):
             return super().render(content.answer)
         if isinstance(content, dict):

@@ -28,14 +28,10 @@ class ModelApi(Protocol):
     """One model's complete HTTP API."""
 
     @property
-    def app(self) -> ASGIApp:
-        """The ASGI application for the model."""
-        ...
+    def app(self) -> ASGIApp: ...
 
     @property
-    def paths(self) -> frozenset[str]:
-        """The paths of the application."""
-        ...
+    def paths(self) -> frozenset[str]: ...
 
     def push(self, outputs: StepOutputs) -> None:
         """Pass on the outputs of one engine step; ignore unknown ids."""
@@ -97,11 +93,9 @@ class Mounts:
         self._past: set[str] = set()
 
     def get(self, name: str) -> Mount | None:
-        """Return the API that takes new requests for the model, None without a mount."""
         return self._current.get(name)
 
     def was_mounted(self, name: str) -> bool:
-        """Return whether the model has a mount, or had one."""
         return name in self._past
 
     async def openapi(self) -> list[dict[str, Any]]:
@@ -118,7 +112,6 @@ class Mounts:
         return {name: gaps.text() for name, gaps in found.items() if len(gaps)}
 
     def find_response(self, response_id: str) -> Mount | None:
-        """Return the API that stored this response, if any."""
         for mount in self._current.values():
             if mount.api.owns_response(response_id):
                 return mount
@@ -131,18 +124,15 @@ class Mounts:
         self._past.add(name)
 
     def unmount(self, name: str, message: str) -> None:
-        """Take no more requests for the model; end open ones with ``message``."""
         self._retire(name)
         for mount in self._retired.get(name, ()):
             mount.api.stop(message)
 
     def unmount_all(self, message: str) -> None:
-        """Take no more requests at all; end open ones with ``message``."""
         for name in {*self._current, *self._retired}:
             self.unmount(name, message)
 
     def deliver(self, outputs: StepOutputs) -> None:
-        """Pass one engine step's outputs to the model's API."""
         mount = self._current.get(outputs.model)
         if mount is not None:
             mount.api.push(outputs)
@@ -151,7 +141,6 @@ class Mounts:
             retired.api.push(outputs)
 
     def fail(self, failed: RequestsFailed) -> None:
-        """End the named requests' streams with the daemon's message."""
         current = self._current.get(failed.model)
         for mount in [current, *self._retired.get(failed.model, ())]:
             if mount is not None:
@@ -159,7 +148,6 @@ class Mounts:
                 mount.api.fail(failed.request_ids, failed.message, status, failed.code)
 
     async def serve(self, mount: Mount, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one HTTP request in the mount's application."""
         mount.num_active += 1
         try:
             await mount.api.app(scope, receive, send)
@@ -208,7 +196,6 @@ class Catalog:
         self._by_any_name: dict[str, ServedModel] = {}
 
     def replace(self, models: Iterable[ServedModel], ready: bool) -> None:
-        """Replace the list."""
         self.ready = ready
         self._is_known = True
         self._models = {
@@ -222,8 +209,7 @@ class Catalog:
     def find(self, name: str, scope: ModelScope = None) -> ServedModel:
         """The model of this name or alias.
 
-        Raises:
-            ApiError: 404, with the nearest names; 503 before the daemon named any.
+        Raises ApiError: 404, with the nearest names; 503 before the daemon named any.
         """
         self._require_known()
         model = self._by_any_name.get(name)
@@ -235,9 +221,8 @@ class Catalog:
     def choose(self, name: str | None, scope: ModelScope = None) -> ServedModel:
         """Return the model for ``name``; None means the only model.
 
-        Raises:
-            ApiError: 400 without a name among several models, 404 for an unknown model, 503 for a
-                model that is not ready.
+        Raises ApiError: 400 without a name among several models, 404 for an unknown model, 503 for
+        a model that is not ready.
         """
         self._require_known()
         model = self._only_model(scope) if name is None else self.find(name, scope)
@@ -246,11 +231,7 @@ class Catalog:
         return model
 
     def list_rows(self, scope: ModelScope = None) -> list[dict[str, object]]:
-        """The rows of ``GET /v1/models``.
-
-        Raises:
-            ApiError: 503 before the daemon named any model.
-        """
+        """The rows of ``GET /v1/models``."""
         self._require_known()
         return [model_row(model) for model in self._in(scope)]
 
@@ -274,7 +255,6 @@ class Catalog:
 
 
 def _further(model: ServedModel) -> Iterator[ServedModel]:
-    """Yield a model's presets and adapters, each as a model of its own."""
     alone = msgspec.structs.replace(model, parent=model.name, aliases=(), presets=(), adapters=())
     for preset in model.presets:
         yield msgspec.structs.replace(alone, name=preset.name, presets=(preset,))

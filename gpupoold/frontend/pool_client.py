@@ -56,9 +56,8 @@ _FINISH_REASONS = {str(reason): reason for reason in FinishReason}
 class RequestLost(GracefulHTTPError, GenerationError):  # type: ignore[misc, unused-ignore]
     """The pool cannot answer a request; clients see the message and the status, by default 503.
 
-    ``AsyncLLM.generate`` passes the first base on unchanged, the streaming
-    endpoints turn the second into an error event. ``code`` is the error's code if different from
-    the status.
+    ``AsyncLLM.generate`` passes the first base on unchanged, the streaming endpoints turn the
+    second into an error event. ``code`` is the error's code if different from the status.
     """
 
     def __init__(
@@ -186,10 +185,8 @@ class PoolClient:
     ) -> bool:
         """Put the tokens of an earlier answer before those of the engine.
 
-        Returns whether the engine has tokens to make.
-
-        Raises:
-            VLLMValidationError: the answer cannot be continued.
+        Returns whether the engine has tokens to make. Raises VLLMValidationError: the answer cannot
+        be continued.
         """
         if reason := why_impossible(so_far, message.max_tokens, self._limits.vocab_size):
             raise VLLMValidationError(f"gpupool: {reason}")
@@ -198,7 +195,6 @@ class PoolClient:
         return so_far.finish_reason is None
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
-        """Report to the daemon that these requests' clients have left."""
         self.abort(list(request_ids))
 
     def abort(self, request_ids: list[str]) -> None:
@@ -253,7 +249,6 @@ class PoolClient:
             return None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
-        """Return the tasks that the model's engine reported."""
         return self._limits.supported_tasks
 
     def dp_engines_running(self) -> bool:
@@ -325,7 +320,6 @@ _beside_tokens = operator.attrgetter(
 
 
 def put_in_a_row(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
-    """Return one step with the outputs of several steps, one after the other."""
     joined = steps[-1]
     joined.outputs = [output for step in steps for output in step.outputs]
     return joined

@@ -34,11 +34,7 @@ _ALWAYS = {
 
 
 def preload(log_level: str) -> None:
-    """Import vLLM's HTTP layer.
-
-    Raises:
-        Failed: vLLM is missing, or has another version.
-    """
+    """Import vLLM's HTTP layer."""
     check_engine_version()
     set_engine_environment(log_level)
     importlib.import_module("gpupoold.frontend.adapter")

@@ -96,11 +96,7 @@ class AllowListConnector(MediaConnector):  # type: ignore[misc, unused-ignore]
             )
 
     async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
-        """Return the image at a URL.
-
-        Raises:
-            VLLMValidationError: the image cannot be fetched or read, or exceeds a bound.
-        """
+        """Return the image at a URL."""
         try:
             data = await self._fetch(image_url)
             return await self._decode(data, image_mode)
@@ -171,8 +167,7 @@ def bound_media(renderer: Any) -> None:
 def count_features(prompt: Any, num_samples: int) -> None:
     """Count a prompt's processed images as bytes in flight, once for each of the answers.
 
-    Raises:
-        VLLMValidationError: too many bytes are in flight; the client gets 413 or 429.
+    Raises VLLMValidationError: too many bytes are in flight; the client gets 413 or 429.
     """
     if items := prompt.get("mm_kwargs") if isinstance(prompt, dict) else None:
         charge(num_samples * MultiModalCache.get_item_size(items), "image_url")
@@ -226,11 +221,7 @@ class RenderLimit:
         self._thread: threading.Thread | None = None
 
     def run(self, render: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the function's result.
-
-        Raises:
-            VLLMValidationError: the function took longer than the limit.
-        """
+        """Return the function's result."""
         job = self._begin()
         try:
             try:
@@ -299,7 +290,6 @@ def _bounded_operation(
     left: Any,
     right: Any,
 ) -> Any:
-    """Return the result of an operation of a template."""
     if isinstance(left, int) and isinstance(right, int):
         num_bits = left.bit_length()
         num_bits = num_bits * right if operator == "**" else num_bits + right.bit_length()

@@ -186,8 +186,7 @@ class BytesInFlight:
     def take(self, holding: BodyHolding, num_bytes: int) -> None:
         """Add bytes to a request's share.
 
-        Raises:
-            ApiError: 413 if the share could never be granted, 429 if not now.
+        Raises ApiError: 413 if the share could never be granted, 429 if not now.
         """
         key_id = holding.key_id
         bound = self.bound_of(key_id)
@@ -209,7 +208,6 @@ class BytesInFlight:
         holding.num_bytes += num_bytes
 
     def bound_of(self, key_id: str) -> int:
-        """Return the limit of a key's requests together."""
         return int(self.max_bytes * KEY_BYTES_SHARE) if key_id else self.max_bytes
 
 
@@ -222,7 +220,6 @@ class BodyHolding:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Add bytes; see :meth:`BytesInFlight.take`."""
         self._room.take(self, num_bytes)
 
 
@@ -244,7 +241,6 @@ class RequestIds:
         self._num_made = 0
 
     def make(self) -> str:
-        """An id for the next engine request."""
         self._num_made += 1
         return self.http_id if self._num_made == 1 else f"{self.http_id}-{self._num_made}"
 
@@ -293,11 +289,7 @@ def sample_number(engine_id: str) -> int:
 
 
 def check_client_id(value: object, where: str) -> None:
-    """Check an id that a client sent; ``where`` names the field or header.
-
-    Raises:
-        ApiError: 400; the id is too long, empty, or has other characters than printable ASCII.
-    """
+    """Check an id that a client sent; ``where`` names the field or header."""
     if not isinstance(value, str) or _CLIENT_ID.fullmatch(value) is None:
         raise bad_request(
             f"{where} must be a string of 1 to {MAX_CLIENT_ID_CHARS} printable ASCII "
@@ -309,8 +301,7 @@ def check_client_id(value: object, where: str) -> None:
 def with_id(scope: Scope, ids: RequestIds, *, body_has_id: bool) -> Scope:
     """The same request with an id for the model's API: the client's, or else ours.
 
-    Raises:
-        ApiError: 400; the client's header ``X-Request-Id`` is not an id.
+    Raises ApiError: 400; the client's header ``X-Request-Id`` is not an id.
     """
     sent = [value for name, value in scope["headers"] if name == _HEADER]
     for value in sent:
@@ -341,9 +332,8 @@ class BadImage(ValueError):
 def image_size(data: bytes) -> tuple[int, int]:
     """Return width and height from the head of an encoded image, without decoding pixels.
 
-    Raises:
-        BadImage: the image has too many bytes or scans, a side too long for the other, or is in
-            none of ``FORMATS``.
+    Raises BadImage: the image has too many bytes or scans, a side too long for the other, or is in
+    none of ``FORMATS``.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -386,8 +376,7 @@ class RequestImages:
     def add_pixels(self, size: tuple[int, int], max_pixels: int) -> None:
         """Count an image of ``size``, from any thread.
 
-        Raises:
-            BadImage: the request's images have more than ``max_pixels`` in total.
+        Raises BadImage: the request's images have more than ``max_pixels`` in total.
         """
         width, height = size
         with self._lock:
@@ -418,7 +407,6 @@ class RequestImages:
                 self.end()
 
     def end(self) -> None:
-        """Release the slot, if any."""
         beginning, self._beginning = self._beginning, None
         if beginning is None:
             return

@@ -170,7 +170,6 @@ class Router:
     services: Services
 
     def __post_init__(self) -> None:
-        """Begin with no image being decoded."""
         self._checkpoint_files = CheckpointFiles(self.services.fleet_calls)
         self._decoding = asyncio.Semaphore(NUM_DECODING)
         self._cors = Cors(self._serve, self.callers)
@@ -238,7 +237,6 @@ class Router:
             await send_json(send, status, body, with_body=with_body)
 
     def _permitted(self, scope: Scope) -> Caller:
-        """Return the caller of a request that may be answered."""
         headers, path = scope["headers"], scope["path"]
         if path in OPEN_PATHS:
             return Caller()
@@ -351,10 +349,8 @@ class Router:
 
         After the start of a frontend, a request for a model that is being loaded or mounted for the
         first time waits until ``bounds.hold_until_s``, so that a restart of the daemon delays new
-        requests instead of refusing them.
-
-        Raises:
-            ApiError: as ``Catalog.choose``; 503 for a model without a mount.
+        requests instead of refusing them. Raises ApiError: as ``Catalog.choose``; 503 for a model
+        without a mount.
         """
         while True:
             try:
@@ -384,7 +380,6 @@ class Router:
 
 
 def _with_defaults(body: bytes, preset: Preset, path: str, holding: BodyHolding) -> bytes:
-    """Return a request's body with the preset's defaults, whose bytes count too."""
     fields = msgspec.json.decode(body)
     filled = msgspec.json.encode(with_defaults(fields, preset.defaults, path))
     holding.add(max(0, len(filled) - len(body)))
@@ -408,8 +403,7 @@ class CheckpointFiles:
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request of a path below :data:`CHECKPOINTS_PATH`.
 
-        Raises:
-            ApiError: 401 without the fleet's signature; 404 for anything but finished downloads.
+        Raises ApiError: 401 without the fleet's signature; 404 for anything but finished downloads.
         """
         path, method = scope["path"], scope["method"]
         if method != "GET":

@@ -128,11 +128,7 @@ class FrontendServer:
         self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Serve until the daemon sends ``Shutdown`` or is gone.
-
-        Raises:
-            OSError: the descriptors are invalid.
-        """
+        """Serve until the daemon sends ``Shutdown`` or is gone."""
         # uvicorn warns of every request that is not HTTP, which would fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         server = self._http_server()
@@ -255,7 +251,6 @@ class FrontendServer:
                 logger.warning("unexpected message %s", type(message).__name__)
 
     def _answer_ping(self) -> None:
-        """Answer a ping, and make the periodic reports and checks."""
         self._channel.send(Pong(self._lags_s.copy(), self._mounts.take_paced_gaps()))
         self._lags_s.clear()
         if self._tls is not None:
@@ -395,14 +390,12 @@ class Collector:
 
 
 def tls_of(server: ServerSettings) -> Tls | None:
-    """Return the certificate of a server with HTTPS."""
     if server.tls_cert is None or server.tls_key is None:
         return None
     return Tls(server.tls_cert, server.tls_key)
 
 
 def http_config(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
-    """Return the configuration of a server for the public API."""
     # The same context each time: renewed certificates are loaded into the context.
     contexts = None if tls is None else lambda *_: tls.context()
     return server_config(app, PublicHttp, server_header=False, ssl_context_factory=contexts)
@@ -430,7 +423,6 @@ class HttpServer(Server):
         self._on_accepting()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Complete the answers in progress; see the class."""
         async with contextlib.AsyncExitStack() as stack:
             if self._refusing is not None:
                 self._refusing.load()

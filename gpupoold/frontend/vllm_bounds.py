@@ -82,11 +82,7 @@ def refused(error: ApiError, parameter: str | None = None) -> VLLMValidationErro
 
 
 def charge(num_bytes: int, parameter: str | None = None) -> None:
-    """Add bytes to the bytes in flight of the request being served.
-
-    Raises:
-        VLLMValidationError: too many bytes are in flight; the client gets 413 or 429.
-    """
+    """Add bytes to the bytes in flight of the request being served."""
     if (holding := body_holding.get()) is not None:
         try:
             holding.add(num_bytes)
@@ -95,14 +91,12 @@ def charge(num_bytes: int, parameter: str | None = None) -> None:
 
 
 def check_work(params: SamplingParams) -> None:
-    """Check the work for each token of all answers of the HTTP request."""
     count = counts.get()
     if costly := why_too_much_work(params, 1 if count is None else count.num_prompts):
         raise VLLMValidationError(costly[1], parameter=costly[0])
 
 
 def check_words(params: Any) -> None:
-    """Check the lengths of ``stop`` strings and ``bad_words``."""
     for name in ("stop", "bad_words"):
         num_chars = sum(map(len, getattr(params, name, None) or ()))
         if num_chars > _MAX_WORD_CHARS:
@@ -197,10 +191,8 @@ def wanted_entries(params: Any, num_prompt_tokens: int, vocab_size: int) -> Want
 def count_entries(wanted: WantedEntries, max_tokens: int, *, is_stream: bool) -> int:
     """Count and charge the entries of an engine request; return its limit of tokens.
 
-    The limit is ``max_tokens``, or lower if the client has set none and not all would fit.
-
-    Raises:
-        VLLMValidationError: the HTTP request asks for too many.
+    The limit is ``max_tokens``, or lower if the client has set none and not all would fit. Raises
+    VLLMValidationError: the HTTP request asks for too many.
     """
     count = counts.get()
     if count is None or not any(wanted):
@@ -228,11 +220,7 @@ def count_entries(wanted: WantedEntries, max_tokens: int, *, is_stream: bool) ->
 
 
 def limit_logprobs(prompt: Any, params: SamplingParams, model_config: Any) -> None:
-    """Count the log-probabilities of a request; lower its limit of tokens if the client set none.
-
-    Raises:
-        VLLMValidationError: the HTTP request asks for too many.
-    """
+    """Count the log-probabilities of a request; lower the limit of tokens that no client set."""
     if params.detokenize:  # or else a part of a beam search, which has been counted
         part = prompt.get("decoder_prompt", prompt) if isinstance(prompt, dict) else {}
         num_tokens = len(part.get("prompt_token_ids") or ())
@@ -391,9 +379,8 @@ class ModelGrammars:
     async def vetted(self, params: Any) -> Any:
         """Return the parameters with their grammar in the form of vLLM's validation.
 
-        Raises:
-            VLLMValidationError: the grammar may not be used, or cannot be checked now; the answer
-                is refused with the reason.
+        Raises VLLMValidationError: the grammar may not be used, or cannot be checked now; the
+        answer is refused with the reason.
         """
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return params

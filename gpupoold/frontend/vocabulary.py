@@ -161,9 +161,8 @@ class PromptLogprobs:
 
     ``states`` are the requests of vLLM's output processor, by engine request.
 
-    vLLM makes the log-probabilities of a step in one piece on the event loop: four prompts of
-    1,000 tokens with 20 alternatives each take 0.2 s, and more where tokens end within a
-    character.
+    vLLM makes the log-probabilities of a step in one piece on the event loop: four prompts of 1,000
+    tokens with 20 alternatives each take 0.2 s, and more where tokens end within a character.
     """
 
     def __init__(self, states: Mapping[str, RequestState]) -> None:

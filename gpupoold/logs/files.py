@@ -70,7 +70,6 @@ class RotatingFile:
     """A file for appending that never exceeds ``file_bytes``."""
 
     def __init__(self, path: Path, file_bytes: int = FILE_BYTES) -> None:
-        """Open or create the file."""
         self._path = path
         self._file_bytes = file_bytes
         self._fd = self._open()
@@ -78,9 +77,8 @@ class RotatingFile:
     def write(self, data: bytes) -> None:
         """Append; begin a new file when the file is full, if possible not within a line.
 
-        Raises:
-            OSError: the disk is full or the folder cannot be written. The rest of ``data`` is
-                lost; a later call tries again.
+        Raises OSError: the disk is full or the folder cannot be written. The rest of ``data`` is
+        lost; a later call tries again.
         """
         view = memoryview(data)
         while view:
@@ -117,11 +115,7 @@ class LogPipe:
     """
 
     def __init__(self, path: Path, file_bytes: int = FILE_BYTES) -> None:
-        """Open the file and start the thread.
-
-        Raises:
-            OSError: the file cannot be written, or there are no descriptors or threads left.
-        """
+        """Open the file and start the thread."""
         self._path = path
         self._is_failing = False
         self._finished: Future[None] = Future()
@@ -218,7 +212,6 @@ class LogLimit(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is to be logged."""
         verdict = getattr(record, "gpupool_passes", None)
         if verdict is None:
             verdict = self._passes(record)

@@ -48,7 +48,6 @@ Line = tuple[str, list[Any] | dict[str, Any]]
 
 
 def lines_of(whole: core.Core) -> Iterator[Line]:
-    """Yield the lines of a core's state."""
     found: list[Any] = [whole]
     numbers = {id(whole): 0}
 
@@ -80,11 +79,7 @@ def lines_of(whole: core.Core) -> Iterator[Line]:
 
 
 def core_of(lines: Sequence[Line]) -> core.Core:
-    """Return the core described by ``lines``.
-
-    Raises:
-        BadLine: the lines are not a core's state.
-    """
+    """Return the core described by ``lines``."""
     made: list[Any] = []
     for number, (kind, _) in enumerate(lines):
         with _errors_of(number):

@@ -115,11 +115,7 @@ class RecordedCore:
     def __init__(
         self, core: Core, max_entries: int = MAX_ENTRIES, max_names: int = MAX_NAMES
     ) -> None:
-        """Record from now on.
-
-        Raises:
-            ValueError: ``max_entries`` is less than 2.
-        """
+        """Record from now on."""
         if max_entries < 2:
             raise ValueError(f"max_entries is {max_entries}, must be at least 2")
         state = core.state
@@ -132,12 +128,10 @@ class RecordedCore:
 
     @property
     def state(self) -> State:
-        """The core's state, for reading."""
         return self._core.state
 
     @property
     def policy(self) -> Policy:
-        """The core's policy."""
         return self._core.policy
 
     @property
@@ -151,7 +145,6 @@ class RecordedCore:
         return self._is_from_start
 
     def entries(self) -> tuple[LogEntry, ...]:
-        """Return all recorded entries in order."""
         return tuple(entry for segment in self._segments for entry in segment.entries)
 
     def handle(self, events: Iterable[Event], now_s: float) -> list[Action]:
@@ -283,11 +276,7 @@ def open_log(path: Path) -> Iterator[LogFile]:
 
 
 def replay_file(path: Path) -> Replay:
-    """Replay a log up to the first difference.
-
-    Raises:
-        UsageError, OSError: as for ``open_log``.
-    """
+    """Replay a log up to the first difference."""
     with open_log(path) as log:
         replay = Replay(log.header)
 

@@ -71,7 +71,6 @@ class _Descriptors:
         return fd
 
     def close(self) -> None:
-        """Close all descriptors that no reader took."""
         for fds, _ in self._groups:
             _close_all(fds)
         self._groups.clear()
@@ -118,8 +117,7 @@ class AsyncChannel(Generic[T]):
     async def receive(self) -> T:
         """Return the next message.
 
-        Raises:
-            ChannelClosed: end of stream, or the other end sent an invalid message.
+        Raises ChannelClosed: end of stream, or the other end sent an invalid message.
         """
         message = await self._incoming.get()
         if message is None:
@@ -128,16 +126,11 @@ class AsyncChannel(Generic[T]):
         return message
 
     def take_fd(self) -> int:
-        """Return the next descriptor of the latest received message, owned by the caller.
-
-        Raises:
-            DescriptorsLost: the descriptor did not arrive.
-        """
+        """Return the next descriptor of the latest received message, owned by the caller."""
         return self._fds.take()
 
     @property
     def closed(self) -> bool:
-        """True if either side has closed."""
         return not self._can_send
 
     def close(self) -> None:
@@ -228,10 +221,8 @@ class BlockingChannel(Generic[T]):
     def receive(self, timeout_s: float | None, wake_fds: Sequence[int] = ()) -> T | None:
         """Return the next message, or None after ``timeout_s`` (None: wait for ever).
 
-        Also returns None if one of ``wake_fds`` becomes readable first.
-
-        Raises:
-            ChannelClosed: end of stream, or the other end sent an invalid message.
+        Also returns None if one of ``wake_fds`` becomes readable first. Raises ChannelClosed: end
+        of stream, or the other end sent an invalid message.
         """
         while not self._ready:
             poll = _poll_of(self._sock.fileno(), *wake_fds) if wake_fds else self._poll
@@ -248,11 +239,7 @@ class BlockingChannel(Generic[T]):
         return self._ready.popleft()
 
     def take_fd(self) -> int:
-        """Return the next descriptor of the latest received message, owned by the caller.
-
-        Raises:
-            DescriptorsLost: the descriptor did not arrive.
-        """
+        """Return the next descriptor of the latest received message, owned by the caller."""
         return self._fds.take()
 
     def close(self) -> None:
@@ -317,8 +304,7 @@ _encoder = msgspec.msgpack.Encoder()
 def encode_frame(message: msgspec.Struct) -> bytes:
     """Return a message as header and payload.
 
-    Raises:
-        FrameTooLong: the frame exceeds ``MAX_FRAME_BYTES``.
+    Raises FrameTooLong: the frame exceeds ``MAX_FRAME_BYTES``.
     """
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
@@ -337,9 +323,8 @@ class FrameDecoder(Generic[T]):
     def feed(self, data: bytes) -> list[T]:
         """Return the messages completed by ``data``, in order.
 
-        Raises:
-            ValueError: a frame is longer than ``MAX_FRAME_BYTES`` or not a message of the union;
-                the connection is unusable afterwards.
+        Raises ValueError: a frame is longer than ``MAX_FRAME_BYTES`` or not a message of the union;
+        the connection is unusable afterwards.
         """
         self._buffer += data
         messages: list[T] = []

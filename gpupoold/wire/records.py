@@ -197,7 +197,6 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def preset(self) -> Preset | None:
-        """The preset, if this row is a preset's."""
         return self.presets[0] if self.parent and self.presets else None
 
 

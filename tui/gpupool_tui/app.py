@@ -76,7 +76,6 @@ class TopApp(App[None]):
 
     @property
     def is_ascii(self) -> bool:
-        """True if the terminal has ASCII only."""
         return self.view.glyphs.is_ascii
 
     def compose(self) -> ComposeResult:
@@ -84,7 +83,6 @@ class TopApp(App[None]):
         yield Input(placeholder="text to filter by", id="filter", compact=True)
 
     def on_mount(self) -> None:
-        """Show the first screen, then start polling the daemon."""
         self.board.repaint(self._palette())  # the theme may have changed
         self.board.focus()
         self.theme_changed_signal.subscribe(self, lambda _: self.board.repaint(self._palette()))
@@ -98,14 +96,12 @@ class TopApp(App[None]):
         self.draw()
 
     def draw(self) -> None:
-        """Draw the present picture."""
         width, height = self.size
         if width and height:
             self.drawn = compose(self.picture, self.view, width, height)
             self.board.show(self.drawn.lines)
 
     def say(self, text: str, style: str = "") -> None:
-        """Show a line at the bottom for a while."""
         self.view.message, self.view.message_style = text, style
         if self._message_timer is not None:
             self._message_timer.stop()
@@ -154,7 +150,6 @@ class TopApp(App[None]):
         return tables(self.picture, self.view)[self.list_panel]
 
     def action_move(self, step: int) -> None:
-        """Select another row; the first time the present one."""
         keys = self._table().keys
         if not keys:
             return
@@ -167,7 +162,6 @@ class TopApp(App[None]):
         self.draw()
 
     def action_edge(self, step: int) -> None:
-        """Select the first or the last row."""
         keys = self._table().keys
         if keys:
             self.view.selected[self.list_panel] = keys[0 if step < 0 else -1]
@@ -178,7 +172,6 @@ class TopApp(App[None]):
         self.draw()
 
     def action_next_panel(self, step: int) -> None:
-        """Jump to the next visible panel."""
         shown = [panel for panel in Panel if self.drawn and panel in self.drawn.places]
         if self.view.maximised is not None:
             shown = list(Panel)
@@ -217,7 +210,6 @@ class TopApp(App[None]):
         field.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Apply the filter while it is typed."""
         if event.input.id == "filter":
             self.view.filter = event.value
             self.draw()
@@ -227,7 +219,6 @@ class TopApp(App[None]):
             self._close_filter()
 
     def on_key(self, event: events.Key) -> None:
-        """Leave the filter on escape."""
         field = self.query_one("#filter", Input)
         if event.key == "escape" and field.has_class("open"):
             event.prevent_default()
@@ -240,7 +231,6 @@ class TopApp(App[None]):
         self.board.focus()
 
     def action_sort(self, step: int) -> None:
-        """Sort the panel's table by another column."""
         table, sorting = self._table(), self.view.sorting.get(self.list_panel)
         if sorting is not None:
             self.view.sorting[self.list_panel] = next_sorting(table.columns, sorting, step)
@@ -255,7 +245,6 @@ class TopApp(App[None]):
             self.draw()
 
     def action_hold(self) -> None:
-        """Hold the picture, or follow the daemon again."""
         self.view.is_held = not self.view.is_held
         self.poller.ask_now()
         self.draw()
@@ -266,7 +255,6 @@ class TopApp(App[None]):
         self.draw()
 
     def action_interval(self, step: int) -> None:
-        """Ask less or more often."""
         self.view.change_interval(step)
         self.poller.ask_now()
         self.draw()
@@ -301,7 +289,6 @@ class TopApp(App[None]):
     # Details, and actions on the daemon
 
     def _selected(self, panel: Panel) -> Any:
-        """Return the selected row of a panel, else the first visible one."""
         table = tables(self.picture, self.view)[panel]
         keys = table.keys
         if not keys:
@@ -355,7 +342,6 @@ class TopApp(App[None]):
         self.run_worker(work, thread=True, exit_on_error=False)
 
     def action_pin(self) -> None:
-        """Pin or unpin the selected model."""
         self._propose(Panel.MODELS, plan_pin)
 
     def action_unload(self) -> None:
@@ -365,11 +351,9 @@ class TopApp(App[None]):
         self._propose(Panel.REQUESTS, plan_cancel)
 
     def action_drain(self) -> None:
-        """Drain or undrain the selected device."""
         self._propose(Panel.DEVICES, plan_drain)
 
     def action_targets(self) -> None:
-        """Give the selected model other targets."""
         if not self._may_change(Panel.MODELS):
             return
         model = self._selected(Panel.MODELS)

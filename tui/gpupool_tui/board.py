@@ -254,9 +254,7 @@ _TERMINAL_MODELS = (
 
 
 class Look(NamedTuple):
-    """A style, and two numbers that are equal for styles that look the same, with and without
-    text.
-    """
+    """A style, and two numbers: equal for styles that look the same, with and without text."""
 
     style: Style
     number: int

@@ -144,7 +144,6 @@ def _lane(picture: Picture, device: DeviceInfo, view: View, cells: int, width: i
 
 
 def header(picture: Picture, view: View, width: int) -> Line:
-    """Return the daemon's state in one line; the least important parts are dropped first."""
     right = _right(picture, view)
     left: list[Span] = [Span(" gpupool ", "brand"), Span(" ")]
     if view.lost:
@@ -194,7 +193,6 @@ def _right(picture: Picture, view: View) -> list[Span]:
 
 
 def title_line(panel: Panel, view: View, notes: Sequence[str], legend: Line, width: int) -> Line:
-    """Return a panel's title line with its number, name, notes and a legend."""
     style = "title focus" if panel is view.focus else "title"
     rule = view.glyphs.rule
     left = [Span(f"{rule}{panel.value} ", "rule"), Span(panel.title, style), Span(" ")]

@@ -34,7 +34,6 @@ def clean_lines(text: str) -> str:
 
 
 def device_fields(device: DeviceInfo, picture: Picture, view: View) -> Fields:
-    """Return a device's details, with its latest turns."""
     turns = list(picture.turns.get(device.device, ()))[-8:]
     lines = [
         f"{clock(turn.began_at, view.zone)}  {turn.model}: {duration(turn.seconds)},"
@@ -239,7 +238,6 @@ def _percentiles(
 
 
 def _fetched(usage: ModelUsage) -> str:
-    """Return where reused KV came from beside the device's own host memory."""
     parts = {"other devices": usage.prefix_peer_bytes, "files": usage.prefix_file_bytes}
     found = [f"{size(num_bytes)} from {place}" for place, num_bytes in parts.items() if num_bytes]
     return f" ({', '.join(found)})" if found else ""

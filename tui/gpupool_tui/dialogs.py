@@ -53,7 +53,6 @@ class _Dialog(ModalScreen[Result | None], Generic[Result]):
         self._is_ascii = is_ascii
 
     def dress(self, box: Widget, title: str) -> None:
-        """Add a frame with a title, in characters of the terminal."""
         box.border_title = Text(title).markup
         box.set_class(self._is_ascii, "ascii")
 
@@ -83,7 +82,6 @@ class ChoiceDialog(_Dialog[int]):
             yield Label("enter: confirm   esc: cancel", classes="hint")
 
     def on_mount(self) -> None:
-        """Textual's: keys go to the choices."""
         self.query_one(OptionList).focus()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
@@ -112,7 +110,6 @@ class TargetsDialog(_Dialog[tuple[float, float]]):
             yield Label("enter: set both   tab: next field   esc: cancel", classes="hint")
 
     def on_mount(self) -> None:
-        """Textual's: keys go to the first."""
         self.query_one("#ttft", Input).focus()
 
     def on_input_submitted(self) -> None:
@@ -156,7 +153,6 @@ class TextDialog(_Dialog[bool]):
             yield Label("esc: back", classes="hint")
 
     def show(self, text: Text) -> None:
-        """Show other text, when more is known."""
         self.query_one("#text", Static).update(text)
 
     def action_scroll(self, step: int) -> None:
@@ -176,7 +172,6 @@ class ActionPlan(NamedTuple):
 
 
 def plan_pin(model: TopModel) -> ActionPlan:
-    """Plan to pin or unpin a model's snapshot."""
     name, is_pinned = model.usage.name, not model.is_pinned
 
     def call(client: AdminClient) -> str:
@@ -191,7 +186,6 @@ def plan_pin(model: TopModel) -> ActionPlan:
 
 
 def plan_unload(model: TopModel) -> ActionPlan:
-    """Plan to unload a model, in a way that its live requests permit."""
     name, num_live = model.usage.name, model.usage.num_live
 
     def call(mode: RemoveMode, keep_host: bool) -> Call:
@@ -232,7 +226,6 @@ def plan_cancel(request: RequestInfo) -> ActionPlan:
 
 
 def plan_drain(device: DeviceInfo) -> ActionPlan:
-    """Plan to drain a device, or to return it to service."""
     number = device.device
 
     def drain(client: AdminClient) -> str:
@@ -252,7 +245,6 @@ def plan_drain(device: DeviceInfo) -> ActionPlan:
 
 
 def set_targets(name: str, ttft_s: float, tbt_s: float) -> Call:
-    """Give a model other targets."""
 
     def call(client: AdminClient) -> str:
         model = client.set_model(name, SetModelRequest(ttft_s=ttft_s, tbt_s=tbt_s))

@@ -180,7 +180,6 @@ _AFTER: tuple[TableColumn[TopModel], ...] = (
 
 
 def columns(picture: Picture) -> Sequence[TableColumn[TopModel]]:
-    """Return the columns; the sparkline uses earlier answers."""
 
     def spark(model: TopModel, view: View, width: int) -> Line:
         shares = picture.minutes_of(model.usage.name)
@@ -291,7 +290,6 @@ def memory_bar(
 
 
 def gauge(share: float, width: int, glyphs: Glyphs, style: str = "gauge") -> Line:
-    """Return a bar for a share from 0 to 1."""
     [full] = cells_of([min(1.0, share)], 1.0, width)
     return (Span(glyphs.gauge * full, style), Span(glyphs.rest * (width - full), "dim"))
 
@@ -349,7 +347,6 @@ DEVICE_COLUMNS: Sequence[TableColumn[DeviceInfo]] = (
 
 
 def legend(view: View) -> Line:
-    """Return the meaning of the bars' shades."""
     g = view.glyphs
     pairs = (
         (g.weights, "weights", "weights"),

@@ -130,7 +130,6 @@ class Poller(threading.Thread):
         self._is_stopping = False
 
     def ask_now(self) -> None:
-        """Do not wait for the rest of the interval."""
         self._wake.set()
 
     def stop(self) -> None:

@@ -99,5 +99,4 @@ def screen_text(picture: Picture, width: int, *, is_ascii: bool, zone: tzinfo | 
 
 
 def ask_once(client: AdminClient) -> Picture:
-    """The picture at this moment."""
     return Picture(client.top(turns=_NUM_TURNS, requests=_NUM_REQUESTS, events=_NUM_EVENTS))

@@ -37,7 +37,6 @@ class TableColumn(Generic[Row]):
 
 
 def plain(text: Callable[[Row], str], style: str = "") -> Callable[[Row, View, int], Line]:
-    """Return a cell of one text."""
     return lambda row, view, width: (Span(clean(text(row)), style),)
 
 
@@ -109,7 +108,6 @@ def fit_columns(
 def sort_rows(
     rows: Sequence[Row], columns: Sequence[TableColumn[Row]], sorting: Sorting | None
 ) -> list[Row]:
-    """Return the rows in the chosen order; equal ones stay in order."""
     column = next((column for column in columns if sorting and column.key == sorting.column), None)
     if column is None or column.order is None or sorting is None:
         return list(rows)

@@ -74,7 +74,6 @@ def as_ascii(line: Iterable[Span]) -> Line:
 
 
 def plain(line: Iterable[Span]) -> str:
-    """Return the text of a line without trailing padding."""
     return "".join(span.text for span in line).rstrip()
 
 
@@ -192,7 +191,6 @@ def uptime(seconds: float) -> str:
 
 
 def clock(at: float, zone: tzinfo | None) -> str:
-    """The time of day; ``zone`` None: this machine's."""
     return datetime.fromtimestamp(at, zone).strftime("%H:%M:%S")
 
 

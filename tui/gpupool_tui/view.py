@@ -22,7 +22,6 @@ class Panel(Enum):
 
     @property
     def title(self) -> str:
-        """The panel's title on the screen."""
         return self.name.capitalize() if self is not Panel.LANES else "Turns"
 
 
@@ -76,7 +75,6 @@ class View:
         self.zoom_s = _stepped(ZOOMS_S, self.zoom_s, step)
 
     def change_interval(self, step: int) -> None:
-        """Ask less or more often."""
         self.interval_s = _stepped(INTERVALS_S, self.interval_s, step)
 
     def go_to(self, panel: Panel, visible: Collection[Panel]) -> None:

@@ -46,7 +46,6 @@ class WebTop(Server):
 
     @property
     def address(self) -> str:
-        """The address to be opened."""
         return f"{self.public_url}/?{_SECRET}={self.secret}"
 
     async def on_startup(self, app: web.Application) -> None:
@@ -108,9 +107,5 @@ class WebTop(Server):
 
 
 def serve(command: Sequence[str], port: int, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl+C or SIGTERM.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Serve until Ctrl+C or SIGTERM."""
     WebTop(command, port, say).serve()

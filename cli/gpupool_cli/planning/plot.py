@@ -43,7 +43,6 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(rows: Sequence[RunRow], titles: Mapping[str, str], path: Path) -> None:
-    """Draw a panel per preset, with ``titles`` by preset, and write the file."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -250,7 +250,6 @@ class PointsView(BarView):
         self._bar.update(self._task, completed=done, description=text)
 
     def finished(self, count: int) -> None:
-        """Show that the first ``count`` points are done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=count)
         if not self._in_order:

@@ -80,7 +80,6 @@ class ExpiresAfter(msgspec.Struct):
     seconds: int
 
     def check(self, param: str) -> None:
-        """Check the values."""
         if self.anchor != "created_at":
             raise bad_request("The anchor of an expiry is `created_at`.", f"{param}.anchor")
         if not _MIN_KEPT_S <= self.seconds <= _MAX_KEPT_S:
@@ -89,7 +88,6 @@ class ExpiresAfter(msgspec.Struct):
 
 
 def expiry_of_form(form: FormData) -> ExpiresAfter | None:
-    """Return the fields ``expires_after[...]`` of a form, None without any."""
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
@@ -114,7 +112,6 @@ class Page(NamedTuple):
 
 
 def read_page(scope: Scope, *, max_limit: int, default: int) -> Page:
-    """Return the parameters of a list."""
     try:
         found = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=16)
         limit = int(found.get("limit", [str(default)])[-1][:10])
@@ -151,12 +148,7 @@ class BatchApi:
         self._uploads = Uploads(bounds.max_file_bytes)
 
     async def serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request to a path of files or batches.
-
-        Raises:
-            ApiError: the request is wrong, or there is no room.
-            Failed, OSError: the disk fails.
-        """
+        """Answer a request to a path of files or batches."""
         method, path = scope["method"], scope["path"]
         prefix = FILES if path.startswith(FILES) else BATCHES
         item_id, _, action = path[len(prefix) :].removeprefix("/").partition("/")
@@ -205,11 +197,7 @@ class BatchApi:
         return file_object(row)
 
     async def _check_room(self, caller: Caller, num_bytes: int) -> None:
-        """Check that a file of this size may be added, before the file is read.
-
-        Raises:
-            ApiError: 413 or 429; the file exceeds a bound.
-        """
+        """Check that a file of this size may be added, before the file is read."""
         if num_bytes > self._bounds.max_file_bytes + MAX_FORM_BYTES:
             raise too_large(self._bounds.max_file_bytes)
         had = await self._store.account(caller.key_id)
@@ -217,7 +205,6 @@ class BatchApi:
         self._check_account(account, await self._store.num_bytes() + num_bytes)
 
     def _check_account(self, account: Account, num_bytes_of_all: int) -> None:
-        """Check that an owner, and all owners together, have no more than allowed."""
         bounds = self._bounds
         for had, bound, what in (
             (account.num_bytes, bounds.max_key_bytes, "Your files, batches and results: bytes"),
@@ -311,7 +298,6 @@ class BatchApi:
 
 
 def _checked(asked: _NewBatch) -> float:
-    """Return the completion window of a valid batch in seconds."""
     if asked.endpoint not in ENDPOINTS:
         text = f"The endpoint of a batch is one of {', '.join(sorted(ENDPOINTS))}."
         raise bad_request(text, param="endpoint")
@@ -345,7 +331,6 @@ def _not_found(kind: str, item_id: str) -> ApiError:
 
 
 def file_object(row: FileRow) -> dict[str, Any]:
-    """Return a file as an object of the API."""
     return {
         "id": row.id,
         "object": "file",
@@ -359,10 +344,7 @@ def file_object(row: FileRow) -> dict[str, Any]:
 
 
 def batch_object(row: BatchRow) -> dict[str, Any]:
-    """Return a batch as an object of the API.
-
-    ``status_details``, which OpenAI does not have, says why requests wait.
-    """
+    """Return a batch as an object of the API."""
     ended = {f"{status}_at": row.ended_at if row.status == status else None for status in _ENDED_AT}
     return {
         "id": row.id,
@@ -395,10 +377,7 @@ def batch_object(row: BatchRow) -> dict[str, Any]:
 
 
 def list_object(items: Iterable[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """Return a page of at most ``limit`` items and about ``_MAX_PAGE_BYTES``.
-
-    One item more tells of a further page.
-    """
+    """Return a page of at most ``limit`` items and about ``_MAX_PAGE_BYTES``."""
     page: list[dict[str, Any]] = []
     num_bytes, has_more = 0, False
     for item in items:

@@ -40,12 +40,10 @@ class NewFile:
         self._file = os.fdopen(os.open(self._partial, flags, 0o600), "wb")
 
     def copy(self, content: BinaryIO) -> None:
-        """Append a content."""
         while piece := content.read(_PIECE_BYTES):
             self.num_bytes += self._file.write(piece)
 
     def write_lines(self, lines: Iterable[bytes]) -> None:
-        """Append lines."""
         for line in lines:
             self.num_bytes += self._file.write(line + b"\n")
 
@@ -57,7 +55,6 @@ class NewFile:
         self._partial.rename(self._path)
 
     def discard(self) -> None:
-        """Remove the file."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
@@ -69,15 +66,12 @@ class StoredFiles:
         self._folder = folder
 
     def path(self, file_id: str) -> Path:
-        """Return the path of a file's content. ``file_id`` must be of the database."""
         return self._folder / file_id
 
     def begin(self) -> NewFile:
-        """Begin a file."""
         return NewFile(self._folder)
 
     def save(self, content: BinaryIO) -> NewFile:
-        """Copy a content to disk; return the kept file."""
         file = self.begin()
         try:
             file.copy(content)
@@ -88,7 +82,6 @@ class StoredFiles:
         return file
 
     def remove(self, file_id: str) -> None:
-        """Remove a content, if it is there."""
         self.path(file_id).unlink(missing_ok=True)
 
     def remove_unknown(self, known: set[str]) -> None:
@@ -147,11 +140,7 @@ _body_decoder = msgspec.json.Decoder(_Body)
 
 
 def parse_line(text: bytes, endpoint: str) -> BatchLine:
-    """Return the request of a line.
-
-    Raises:
-        LineProblem: the line is no request to ``endpoint``.
-    """
+    """Return the request of a line."""
     if text.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         raise LineProblem("invalid_json_line", "the file is in UTF-16: write it in UTF-8")
     try:
@@ -175,10 +164,7 @@ def parse_line(text: bytes, endpoint: str) -> BatchLine:
 def lines_of(path: Path, endpoint: str, skip: frozenset[int]) -> Iterator[tuple[int, BatchLine]]:
     """Yield the place and the request of each line of a valid file, but those to ``skip``.
 
-    The place counts requests from 0, without empty lines.
-
-    Raises:
-        OSError: the file cannot be read.
+    The place counts requests from 0, without empty lines. Raises OSError: the file cannot be read.
     """
     for place, (_, text) in enumerate(_numbered(path)):
         if place not in skip:
@@ -186,11 +172,7 @@ def lines_of(path: Path, endpoint: str, skip: frozenset[int]) -> Iterator[tuple[
 
 
 def check_lines(path: Path, endpoint: str, max_requests: int) -> Iterator[CheckedLine]:
-    """Yield the verdict on each line that is not empty.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Yield the verdict on each line that is not empty."""
     known: set[str] = set()
     is_empty = True
     for place, (number, text) in enumerate(_numbered(path)):

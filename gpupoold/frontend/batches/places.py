@@ -37,7 +37,6 @@ class Places:
         self._waiting: list[_Waiter] = []
 
     def num_waiting(self, owner: str) -> int:
-        """Return how many places an owner waits for."""
         return sum(waiter.owner == owner for waiter in self._waiting)
 
     async def take(self, owner: str, group: str = "") -> None:
@@ -56,7 +55,6 @@ class Places:
             raise
 
     def release(self, owner: str, group: str = "") -> None:
-        """Release a place."""
         self._num_free += 1
         self._count(owner, group, -1)
         self._hand_out()

@@ -38,10 +38,7 @@ _LEAVING_S = 1.0
 
 
 class BatchService:
-    """Files and batches in ``folder``; the database is opened by :meth:`run`.
-
-    ``runs_batches`` is true in one frontend.
-    """
+    """Files and batches in ``folder``; the database is opened by :meth:`run`."""
 
     def __init__(
         self,
@@ -61,10 +58,7 @@ class BatchService:
         self._api: BatchApi | None = None
 
     async def run(self, ask: Ask, tell_wait: TellWait) -> None:
-        """Serve until cancelled; ``ask`` answers a request of a batch.
-
-        ``tell_wait`` is told about a batch whose requests begin to wait, and why.
-        """
+        """Serve until cancelled; ``ask`` answers a request of a batch."""
         store = await self._open()
         self._api = BatchApi(store, self._files, self._bounds, self._in_flight)
         try:
@@ -82,11 +76,7 @@ class BatchService:
             await store.close()
 
     async def serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request to a path of files or batches.
-
-        Raises:
-            ApiError: the request is wrong, there is no room, or the disk fails.
-        """
+        """Answer a request to a path of files or batches."""
         if self._api is None:
             raise starting()
         try:
@@ -145,7 +135,6 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self) -> None:
-        """Start work on batches, and stop the work on batches that have to end."""
         for row in await self._store.under_way():
             running, end = self._running.get(row.id), self._work.why_stop(row)
             if running is not None and not running.task.done():
@@ -232,7 +221,6 @@ class Exchange:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Take a part of the answer."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             found = dict(message.get("headers", ())).get(b"retry-after", b"")
@@ -256,7 +244,6 @@ class _RefusalBody(msgspec.Struct):
 
 
 def _message_of(body: bytes) -> str:
-    """Return the message of an error's body, empty if there is none."""
     try:
         return msgspec.json.decode(body, type=_RefusalBody).error.message[:_MAX_REASON_CHARS]
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -104,7 +104,6 @@ class BatchWorker:
         self._num_ends = await self.store.asked()
 
     def why_stop(self, row: BatchRow) -> BatchStatus | None:
-        """Return the status in which a batch has to end now, None for a batch that may go on."""
         if row.status == "finalizing":
             return None
         if row.status == "cancelling" or self.find_caller(row.owner) is None:
@@ -112,11 +111,7 @@ class BatchWorker:
         return "expired" if time.time() >= row.expires_at else None
 
     async def bring_on(self, row: BatchRow) -> None:
-        """Bring a batch to its next status.
-
-        Raises:
-            Failed, OSError: the disk fails.
-        """
+        """Bring a batch to its next status."""
         end = self.why_stop(row)
         if end is None and row.status == "validating":
             await self._validate(row)
@@ -153,10 +148,7 @@ class BatchWorker:
         await self.store.change(row.id, "validating", **values)
 
     async def _answer_all(self, row: BatchRow) -> None:
-        """Answer all requests without a result, in passes over the input file.
-
-        A pass asks each request that is due. Each next pass begins when a refused request is due.
-        """
+        """Answer all requests without a result, in passes over the input file."""
         batch = self._answering[row.id] = _Batch(row, Repeats())
         try:
             while True:
@@ -172,10 +164,7 @@ class BatchWorker:
             del self._answering[row.id]
 
     async def note_if_still(self, row: BatchRow) -> None:
-        """Note why a batch stands still whose requests are not refused.
-
-        To be called from time to time.
-        """
+        """Note why a batch stands still whose requests are not refused."""
         batch = self._answering.get(row.id)
         if batch is None or batch.waits_because:
             return
@@ -183,7 +172,6 @@ class BatchWorker:
             await self._note_wait(batch, _STILL)
 
     async def _pass(self, batch: _Batch, tasks: asyncio.TaskGroup) -> None:
-        """Begin to answer each request that is due, as far as there are places."""
         row = batch.row
         lines = self._due_lines(batch)
         while True:
@@ -246,7 +234,6 @@ class BatchWorker:
                 yield number, line
 
     async def _answer(self, batch: _Batch, number: int, line: BatchLine) -> None:
-        """Ask one request; store the answer if it is the result."""
         row = batch.row
         caller = self.find_caller(row.owner)
         if caller is None:
@@ -281,7 +268,6 @@ class BatchWorker:
             return await self.ask(caller, line.url, line.body)
 
     async def _end(self, row: BatchRow, status: BatchStatus) -> None:
-        """Write the files of the results, and end the batch."""
         found = [
             await self._results_file(row, "batch_output", status),
             await self._results_file(row, "batch_error", status),
@@ -456,7 +442,6 @@ def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> by
 
 
 def expired_line(custom_id: str) -> bytes:
-    """Return the line of a request that was not answered within the completion window."""
     message = "This request could not be executed before the completion window expired."
     return _line(custom_id, None, {"code": "batch_expired", "message": message})
 

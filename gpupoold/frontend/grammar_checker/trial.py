@@ -151,9 +151,8 @@ def walk(make: Callable[[], StructuredOutputGrammar], lengths: Lengths) -> None:
 
     The cost of a token depends on the tokens before. So several walks take a text of the length of
     an answer: forced text at once, and then tokens that make the most of the grammar, the longest.
-
-    Raises:
-        ValueError: no token is permitted, or a step takes too long for streams of the same batch.
+    Raises ValueError: no token is permitted, or a step takes too long for streams of the same
+    batch.
     """
     draw = random.Random(0)
     deadline_s = time.thread_time() + MAX_WALKS_S
@@ -253,7 +252,6 @@ def doubled_rule(serialised: str) -> str | None:
 
 
 def _rules_of(grammar: dict[str, Any]) -> list[GrammarRule]:
-    """Return the rules of a serialised grammar; repetitions become rules of their own."""
     data, starts = grammar["grammar_expr_data"], grammar["grammar_expr_indptr"]
 
     def expression(number: int) -> tuple[int, list[int]]:
@@ -296,7 +294,6 @@ def _element(kind: int, parts: list[int], rules: list[GrammarRule]) -> Iterator[
 
 
 def _nullable(rules: list[GrammarRule]) -> set[int]:
-    """Return the rules that match the empty text."""
     found = set[int]()
     while True:
         more = {

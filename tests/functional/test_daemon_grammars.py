@@ -85,6 +85,15 @@ def num_past(pool: PrivateDaemon) -> int:
         return len(client.past_requests(MODEL, 3600.0, 1000))
 
 
+async def answer_of_repeated(http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+    """Repeat a request as its refusal says while it met other costly grammars in a step."""
+    for _ in range(5):
+        answer = await http.post("/v1/completions", json=body)
+        if "repeat the request" not in answer.text:
+            break
+    return answer
+
+
 def is_over_bound(message: str) -> bool:
     return message.startswith("The grammar ") and "CPU time" in message and "bound" in message
 
@@ -99,13 +108,12 @@ async def test_costly_grammar_ends_its_request_alone(pool: PrivateDaemon, api: A
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 20}
     asked.append(asked[0] | {"extra_body": {"structured_outputs": {"json": schema}}})
     alone = [(await api.completions.create(**one)).choices[0].text for one in asked]
-    url = f"{pool.http_url}/v1/completions"
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with httpx.AsyncClient(base_url=pool.http_url, timeout=120) as client:
         beside = [asyncio.create_task(api.completions.create(**one)) for one in asked]
         whole, streamed, several = await asyncio.gather(
-            client.post(url, json=costly(pool, "Q")),
-            client.post(url, json=costly(pool, "W", stream=True)),
-            client.post(url, json=costly(pool, "K", n=8, temperature=1)),
+            answer_of_repeated(client, costly(pool, "Q")),
+            answer_of_repeated(client, costly(pool, "W", stream=True)),
+            answer_of_repeated(client, costly(pool, "K", n=8, temperature=1)),
         )
         assert [(await one).choices[0].text for one in beside] == alone
         for answer in (whole, several):
@@ -120,7 +128,7 @@ async def test_costly_grammar_ends_its_request_alone(pool: PrivateDaemon, api: A
         num_ended = num_past(pool)
         for letter in "QWK":
             for _ in range(4):
-                again = await client.post(url, json=costly(pool, letter))
+                again = await client.post("/v1/completions", json=costly(pool, letter))
                 assert again.status_code == 400
                 assert is_over_bound(again.json()["error"]["message"])
         assert num_past(pool) == num_ended

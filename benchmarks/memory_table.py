@@ -47,7 +47,7 @@ def rewritten(page: str, report: Mapping[str, Any]) -> str:
     """
     if not _MARKED.search(page):
         raise UsageError("no `<!-- bench-memory -->` with an `<!-- end -->` after it")
-    rows = [("figure", "measured", "limit", "reached"), ("---",) * 4]
+    rows = [("figure", "measured", "limit", "reached"), ("-",) * 4]
     for name, figure in report["figures"].items():
         measured, limit = (value_text(name, figure[key]) for key in ("measured", "limit"))
         rows.append((f"`{name}`", measured, limit, "yes" if figure["reached"] else "**no**"))

@@ -234,7 +234,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    ruled = [heads, ["---"] * len(heads), *lines]
+    ruled = [heads, ["-"] * len(heads), *lines]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in ruled)
 
 

@@ -105,12 +105,13 @@ def commands_page() -> str:
         usage, texts = _usage(name, command, shared), _blocks(command.help)
         own = [(f"`{term}`", text) for term, text in _records(command) if shared.get(term) != text]
         if own:
-            shown = f"[`{name.removeprefix('gpupool ')}`](#{name.replace(' ', '-')})"
+            title = name.removeprefix("gpupool ")
+            shown = f"[`{title}`](#{title.replace(' ', '-')})"
             summary = _summary(command.help)
             rows.append((shown, summary))
             texts = [text for text in texts if text.rstrip(".") != summary]
-            texts += [*_blocks(command.epilog), _table(("option", "meaning"), own)]
-            sections.append("\n\n".join([f"## {name}", f"    {usage}", *texts]))
+            texts += [*_blocks(command.epilog), _list(own)]
+            sections.append("\n\n".join([f"## {title}", f"    {usage}", *texts]))
         else:
             rows.append((f"`{usage.removeprefix('gpupool ')}`", " ".join(texts).rstrip(".")))
     parser = argument_parser()
@@ -123,14 +124,14 @@ def commands_page() -> str:
             "when to use which.\n",
             f"{root.epilog}\n",
             "Options of `gpupool` itself stand before the command:\n",
-            _table(("option", "meaning"), [(f"`{term}`", text) for term, text in _records(root)]),
+            _list((f"`{term}`", text) for term, text in _records(root)),
             "Arguments and options of several commands. All commands have `--help`:\n",
-            _table(("option", "meaning"), [(f"`{term}`", text) for term, text in shared.items()]),
+            _list((f"`{term}`", text) for term, text in shared.items()),
             "A command with a link has further arguments or options:\n",
-            _table(("command", "purpose"), rows),
+            _list(rows),
             *sections,
             f"## gpupoold\n\n{parser.description}\n",
-            _table(("option", "meaning"), options),
+            _list(options),
         ]
     )
 
@@ -283,7 +284,7 @@ def _metrics(found: Sequence[tuple[Metric, Sequence[str]]]) -> str:
         (_metric(metric, sorted({*labels} - common)), metric.documentation.rstrip("."))
         for metric, labels in found
     ]
-    return f"{said}{_table(('metric', 'meaning'), rows)}"
+    return f"{said}{_list(rows)}"
 
 
 def _metric(metric: Metric, labels: Sequence[str]) -> str:
@@ -330,8 +331,16 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(_cell(one) for one in line)} |\n" for line in lines)
 
 
+def _list(rows: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"- {term}: {_line(text)}\n" for term, text in rows)
+
+
 def _cell(text: str) -> str:
-    return re.sub(r"(?<!\\)\|", r"\\|", " ".join(text.replace("``", "`").split()))
+    return re.sub(r"(?<!\\)\|", r"\\|", _line(text))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
 
 
 def _blocks(text: str | None) -> list[str]:

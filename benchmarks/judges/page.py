@@ -60,7 +60,7 @@ def page_text(report: Report) -> str:
 
 def _summary(rows: Sequence[Row]) -> Iterator[str]:
     yield "| judge | tests | pass with both | fail with both | skipped by both | differ |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| - | - | - | - | - | - |"
     for judge in dict.fromkeys(row.judge for row in rows):
         mine = [row for row in rows if row.judge == judge]
         same = Counter(row.gpupool.outcome for row in mine if row.verdict is Verdict.SAME)
@@ -76,7 +76,7 @@ def _differences(rows: Sequence[Row]) -> Iterator[str]:
         yield "There are none."
         return
     yield "| judge | tests | gpupool | vllm serve | reason |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "| - | - | - | - | - |"
     by_reason = Counter(
         (row.judge, f"{row.gpupool.outcome} | {row.vllm.outcome} | {row.reason or '**none**'}")
         for row in found

@@ -52,7 +52,7 @@ NO_SAMPLES = {
     "gpupool_accepted_draft_tokens_total",
     "gpupool_paced_gap_seconds",
 }
-DOCUMENTED = re.compile(r"^\| `([\w:]+?)(_total)?(?:{(.*)})?`(?: \((\w+)\))? \| ", re.MULTILINE)
+DOCUMENTED = re.compile(r"^- `([\w:]+?)(_total)?(?:{(.*)})?`(?: \((\w+)\))?: ", re.MULTILINE)
 EXAMPLES = ROOT / "examples"
 
 

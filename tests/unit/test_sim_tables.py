@@ -96,7 +96,7 @@ def test_figures() -> None:
 def test_goodput_tells_lower_bounds_and_loads_that_were_all_too_much() -> None:
     assert lines("goodput") == [
         "| preset | load in | gpupool | aegaeon | static |",
-        "| --- | --- | --- | --- | --- |",
+        "| - | - | - | - | - |",
         "| `aegaeon-fig11a` | models | ≥ 180 | 78 | none |",
         "| `aegaeon-fig11c` | rps |  | 0.46 |  |",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -105,10 +105,11 @@ class ModelInfo(Targets, ModelDescription):
     """A registered model; once loaded, ``max_model_len`` is the engine's limit.
 
     ``latency`` has the latency measured last, None before; ``latency.model()`` predicts.
-    ``latencies`` has the latencies on all kinds of device, also on groups of GPUs. ``usage`` has
-    the present memory and requests. ``usage``, the parsers and the chat template are present for a
-    single model only. ``tasks`` are vLLM's names of the work that the loaded model does, for
-    example ``generate`` or ``embed``.
+    ``latencies`` has the latencies on all kinds of device, also on groups of GPUs, ``engine_bytes``
+    the measured memory of an engine outside the pages, without libraries that engines share.
+    ``usage`` has the present memory and requests. ``usage``, the parsers and the chat template are
+    present for a single model only. ``tasks`` are vLLM's names of the work that the loaded model
+    does, for example ``generate`` or ``embed``.
     """
 
     adapters: tuple[AdapterInfo, ...] = ()
@@ -120,6 +121,7 @@ class ModelInfo(Targets, ModelDescription):
     created_at: float
     latency: StoredLatency | None = None
     latencies: tuple[StoredLatency, ...] = ()
+    engine_bytes: dict[str, int] = field(default_factory=dict)
     usage: ModelUsage | None = None
     tasks: tuple[str, ...] = ()
     tool_parser: FoundInfo | None = None

@@ -32,9 +32,9 @@ BYTES_IN_FLIGHT = "limits.max_bytes_in_flight"
 _DAEMON_BYTES = 384 * MIB
 _FRONTEND_BYTES = 192 * MIB
 _WORKER_BYTES = {"emulated": 512 * MIB, "cuda": 4 * GIB, "sim": 4 * GIB}
-# Host memory of an engine, an estimate, over its 280 MB of memory.engines: 0.3 GiB of objects and
+# Host memory of an engine, an estimate, over its 172 MB of memory.engines: 0.3 GiB of objects and
 # graphs, and a pinned table of all sequences' tokens (32 MiB for 64 of 131,072, 128 MiB for 256).
-_HOST_BYTES_PER_ENGINE_BYTE = 1.5
+_HOST_BYTES_PER_ENGINE_BYTE = 2.5
 # A body in a frontend, prepared images, and the encoded request in the daemon.
 _COPIES_IN_FLIGHT = 3
 _MOST_BYTES_IN_FLIGHT = 4 * 10**9

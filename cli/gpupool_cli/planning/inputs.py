@@ -40,11 +40,11 @@ class EngineSizes(NamedTuple):
 
 
 def engine_memory(text: str) -> EngineSizes:
-    """Parse the memory of engines: ``280MB`` or ``280MB,large-model=900MB``."""
+    """Parse the memory of engines: ``172MB`` or ``172MB,large-model=900MB``."""
     first, *others = text.split(",")
     pairs = [part.partition("=") for part in others]
     if not all(separator for _, separator, _ in pairs):
-        raise typer.BadParameter(f"{text!r}: write for example 280MB,large-model=900MB")
+        raise typer.BadParameter(f"{text!r}: write for example 172MB,large-model=900MB")
     own = tuple((name.strip(), size_bytes(size.strip())) for name, _, size in pairs)
     return EngineSizes(size_bytes(first.strip()), own)
 
@@ -227,4 +227,5 @@ def _planned(info: ModelInfo) -> PlannedModel:
         info.max_model_len,
         generates=info.generates,
         family=family,
+        engine_bytes=info.engine_bytes,
     )

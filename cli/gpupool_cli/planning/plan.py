@@ -32,7 +32,7 @@ from gpupoold.domain import RequestRecord
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import parse_box, parse_groups
 from gpupoold.sim.planner.groups import GroupQuestion, choose_groups
-from gpupoold.sim.planner.models import place
+from gpupoold.sim.planner.models import measured_engines, place
 from gpupoold.sim.planner.plan import PlanQuestion, check_question, make_plan
 
 REGISTERED, RECORDED, AUTO = "registered", "recorded", "auto"
@@ -113,6 +113,9 @@ def plan(
         box = box.split(parse_groups(groups))
     inputs = _inputs(ctx, models, trace, rps, duration)
     host = host_wishes(kv_host, model_cache, engine_memory, engines_limit, engine_load)
+    if engine_memory is None:
+        measured = measured_engines(inputs.models, box)
+        host = replace(host, own_engine_bytes=tuple(measured.items()))
     max_lens = {model.name: model.max_len for model in inputs.models if model.max_len is not None}
     choice = None
     if groups == AUTO:

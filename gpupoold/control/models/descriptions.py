@@ -44,6 +44,7 @@ def model_info(
         created_at=row.created_at,
         latency=latency_on(row.profiles),
         latencies=tuple(latencies_of(row.profiles)),
+        engine_bytes=dict(row.engine_bytes),
         tasks=() if loaded is None else loaded.supported_tasks,
     )
 

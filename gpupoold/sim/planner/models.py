@@ -7,7 +7,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -47,7 +47,8 @@ class PlannedModel:
 
     ``shape`` is None for unknown dimensions, with the reason in ``shape_problem``; the model then
     needs ``measured`` step times. ``measured`` has a daemon's measurements on several kinds of
-    device, the latest last. ``max_len`` is the longest prompt plus answer in tokens; ``rps`` is the
+    device, the latest last, ``engine_bytes`` the memory of engines that a daemon measured on kinds
+    of device. ``max_len`` is the longest prompt plus answer in tokens; ``rps`` is the
     rate in requests per second. A model that does not generate only prefills. Models of a
     ``family`` share engines, but not on groups of GPUs.
     """
@@ -63,6 +64,7 @@ class PlannedModel:
     rps: float | None = None
     generates: bool = True
     family: str = ""
+    engine_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class Placed(NamedTuple):
@@ -242,7 +244,11 @@ def measured_on(model: PlannedModel, box: Box, degree: int) -> LatencyModel | No
     Raises:
         LatencyError: a stored profile has an unknown form.
     """
-    fitting = [latency for latency in model.measured if _is_same_device(latency, box, degree)]
+    fitting = [
+        latency
+        for latency in model.measured
+        if parse_group_name(latency.device)[0] == degree and _is_gpu_of(box, latency.device)
+    ]
     found = [latency for stored in fitting if (latency := stored.model()) is not None]
     return found[-1] if found else None
 
@@ -253,12 +259,26 @@ def measured_degrees(model: PlannedModel, box: Box) -> list[int]:
     return [degree for degree in degrees if measured_on(model, box, degree) is not None]
 
 
-def _is_same_device(measured: StoredLatency, box: Box, degree: int) -> bool:
-    num_gpus, gpu = parse_group_name(measured.device)
-    if num_gpus != degree:
-        return False
+def measured_engines(models: Sequence[PlannedModel], box: Box) -> dict[str, int]:
+    """Return the memory of each model's engine on a GPU of ``box``, as far as a daemon measured it.
+
+    The largest that was measured, of the model or of its family.
+    """
+    largest: dict[str, int] = {}
+    for model in models:
+        for device, num_bytes in model.engine_bytes.items():
+            if _is_gpu_of(box, device):
+                per_gpu = num_bytes // parse_group_name(device)[0]
+                key = model.family or model.name
+                largest[key] = max(largest.get(key, 0), per_gpu)
+    keys = {model.name: model.family or model.name for model in models}
+    return {name: largest[key] for name, key in keys.items() if key in largest}
+
+
+def _is_gpu_of(box: Box, device: str) -> bool:
+    """Return whether a device, perhaps a group, consists of GPUs of the box's kind."""
     try:
-        return hardware(gpu) == hardware(box.gpu)
+        return hardware(parse_group_name(device)[1]) == hardware(box.gpu)
     except LatencyError:  # an emulated device, or a GPU without a profile
         return False
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gpupoold.latency.shape import group_name, hardware
 from gpupoold.sim.boxes import Box
 from gpupoold.sim.host import LIBRARIES_BYTES, engine_costs, host_memory
-from gpupoold.sim.hosting import BIND_S
+from gpupoold.sim.hosting import BIND_S, EngineCosts
 from gpupoold.sim.planner.models import Basis, PlannedModel, measured_on
 from gpupoold.sim.planner.plan import Plan, PlanQuestion, names_text
 from gpupoold.units import format_bytes, format_duration
@@ -117,8 +117,9 @@ def _engines(question: PlanQuestion, plan: Plan) -> str:
     shown, models = plan.forecast, question.models.values()
     most = engines.most_on_device(question.models)
     size = (
-        f"Engines: {format_bytes(engines.num_bytes)} each of {format_bytes(engines.limit_bytes)} "
-        f"on a GPU (memory.engines less {format_bytes(LIBRARIES_BYTES)} for libraries)"
+        f"Engines: {_engine_sizes(engines, question.models)} of "
+        f"{format_bytes(engines.limit_bytes)} on a GPU (memory.engines less "
+        f"{format_bytes(LIBRARIES_BYTES)} for libraries)"
     )
     if most == len(models):
         return f"{size}: every device has those of all models."
@@ -134,6 +135,18 @@ def _engines(question: PlanQuestion, plan: Plan) -> str:
         f"{text}, or, where an engine of its family is idle, {format_duration(BIND_S)} to take it "
         f"over ({shown.num_bound:,} in the runs)."
     )
+
+
+def _engine_sizes(engines: EngineCosts, models: Collection[str]) -> str:
+    """Return the memory of engines, with that of models which have their own figure."""
+    own = [num_bytes for _, num_bytes in engines.own_bytes]
+    usual = f"{format_bytes(engines.num_bytes)} each"
+    if not own:
+        return usual
+    names = names_text([name for name, _ in engines.own_bytes], len(models))
+    least, most = format_bytes(min(own)), format_bytes(max(own))
+    text = f"{least if least == most else f'{least} to {most}'} for {names}"
+    return text if len(own) == len(models) else f"{text}, {usual} for others"
 
 
 def _left_out(question: PlanQuestion, plan: Plan) -> Iterator[str]:

@@ -152,9 +152,9 @@ def test_a_simulated_host_is_divided_like_a_real_one() -> None:
     ("wishes", "gib"),
     [
         (Wishes(reserve_bytes=3 * GIB), None),
-        (Wishes(reserve_bytes=7 * GIB), 4.5),
+        (Wishes(reserve_bytes=7 * GIB), 7.5),
         (Wishes(reserve_bytes=7 * GIB, engines_bytes=2 * GIB), None),
-        (Wishes(engines_bytes=int(6.25 * GIB)), 6.0),
+        (Wishes(engines_bytes=int(6.25 * GIB)), 10.0),
     ],
 )
 def test_more_engines_than_by_default_take_host_memory(wishes: Wishes, gib: float | None) -> None:

@@ -258,6 +258,16 @@ class TestDaemon:
         daemon.add("tune", latencies=known, path=str(tiny_models["tiny-llama"]))
         assert "10ms" not in cli(*base, *scarce).output
 
+    def test_measured_engines_are_counted(self, daemon: FakeDaemon, cli: Cli) -> None:
+        for name, sizes in (("qwen", {"NVIDIA A10": 600_000_000}), ("yi", {"CPU": 10})):
+            self.measured(daemon, name)
+            daemon.add(name, latencies=daemon.models[name].latencies, engine_bytes=sizes)
+        base = ("plan", "--devices", "1xA10", "--models", "registered", "--rps", "0.1", *SHORT)
+        usual = " ".join(cli(*base).output.split())
+        assert "Engines: 572 MiB for qwen, 164 MiB each for others of 852 MiB" in usual
+        given = " ".join(cli(*base, "--engine-memory", "100MiB").output.split())
+        assert "Engines: 100 MiB each of" in given
+
     def test_no_daemon_no_models_no_history(
         self, daemon: FakeDaemon, cli: Cli, models: str, process_cli: ProcessCli
     ) -> None:

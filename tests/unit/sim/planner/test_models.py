@@ -16,6 +16,7 @@ from gpupoold.sim.boxes import parse_box
 from gpupoold.sim.planner.models import (
     PlannedModel,
     measured_degrees,
+    measured_engines,
     place,
     place_on,
     read_checkpoint,
@@ -44,6 +45,15 @@ class TestModels:
         assert place([model], parse_box("4xA10").grouped(4)).basis == {"one": "scaled"}
         emulated = self.planned(measured=(self.measured("CPU x 2"),))
         assert place([emulated], parse_box("A10")).basis == {"one": "published"}
+
+    def test_engines_measured_on_the_gpu_count_for_their_family(self) -> None:
+        one = self.planned(engine_bytes={"NVIDIA A10": 5, "2 x NVIDIA A10": 14, "NVIDIA H100": 99})
+        tune = replace(one, name="tune", engine_bytes={"NVIDIA A10": 6})
+        sibling = replace(one, name="sibling", engine_bytes={})
+        box = parse_box("1xA10")
+        assert measured_engines([one, tune, sibling], box) == {"one": 7, "tune": 6}
+        family = [replace(model, family="qwen") for model in (one, tune, sibling)]
+        assert measured_engines(family, box) == {"one": 7, "tune": 7, "sibling": 7}
 
     def test_what_was_measured_on_a_group_belongs_to_groups_of_that_size(self) -> None:
         single, group = self.measured("NVIDIA A10"), self.measured("2 x NVIDIA A10")

@@ -35,7 +35,8 @@ class BoxDevice:
     """A device of a box: its memory, and the models that can run there, None for all of the box.
 
     Devices of one ``kind`` have the same models. ``kv_host_bytes`` is the host memory for KV, None
-    for no limit. ``switch_overhead_s`` is added to every switch that loads weights.
+    for no limit. ``switch_overhead_s`` is added to every switch that loads weights. The weights of
+    the ``far`` models are in memory of another NUMA node, and copied at ``far_share`` of the rate.
     """
 
     num_bytes: int
@@ -44,6 +45,26 @@ class BoxDevice:
     kv_host_bytes: int | None = None
     prefetches: bool = True
     switch_overhead_s: float = 0.0
+    far: frozenset[str] = frozenset()
+    far_share: float = 1.0
+
+
+def on_nodes(
+    devices: Sequence[BoxDevice], models: Iterable[str], far_share: float | None
+) -> list[BoxDevice]:
+    """Return the devices as halves on two NUMA nodes, each with every second model's snapshot.
+
+    ``far_share`` is that of the rate that is left to copies from the other node; None: there is one
+    node.
+    """
+    if far_share is None:
+        return list(devices)
+    names = sorted(models)
+    far = frozenset(names[1::2]), frozenset(names[::2])
+    return [
+        replace(device, far=far[2 * number >= len(devices)], far_share=far_share)
+        for number, device in enumerate(devices)
+    ]
 
 
 class SimDevice:
@@ -75,6 +96,7 @@ class SimDevice:
             device.switch_overhead_s,
             device.kv_host_bytes,
             self.requests.recompute,
+            dict.fromkeys(device.far, device.far_share),
         )
         self.kv_room = KvRoom(self.requests, self.memory)
         self.tally = DeviceTally()

@@ -114,9 +114,11 @@ class Simulation:
                     Role.MIXED if roles is None else roles[number],
                     is_role_fixed=roles is not None,
                     kind=device.kind,
+                    far_share=device.far_share,
                 )
                 for number, device in enumerate(devices)
-            ]
+            ],
+            [e.FarSnapshots(number, tuple(device.far)) for number, device in enumerate(devices)],
         )
 
     def run(
@@ -177,9 +179,10 @@ class Simulation:
             self._cache.ended(model)
             self._read_next()
 
-    def _introduce(self, ups: Sequence[e.DeviceUp]) -> None:
+    def _introduce(self, ups: Sequence[e.DeviceUp], far: Sequence[e.FarSnapshots]) -> None:
         events: list[e.Event] = [model.added() for model in self._models.values()]
         events += ups
+        events += [snapshots for snapshots in far if snapshots.models]
         placed = (
             self._hosting.hosts()
             if self._hosting is not None

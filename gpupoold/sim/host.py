@@ -54,6 +54,7 @@ class HostWishes:
     for its model; with 0 engines take nothing, and every device has all of them.
     ``engines_bytes`` is the limit for the engines of a GPU, with libraries. The load of an engine
     takes ``load_s`` seconds. ``prefix_cache_bytes`` limits the KV of ended requests of the box.
+    ``far_share`` of the rate is left to copies between two NUMA nodes, None for one node.
     """
 
     kv_host_bytes: int | None = None
@@ -63,6 +64,7 @@ class HostWishes:
     load_s: float | None = None
     prefix_cache_bytes: int | None = None
     own_engine_bytes: tuple[tuple[str, int], ...] = ()
+    far_share: float | None = None
 
     def over(self, others: HostWishes) -> HostWishes:
         """Return the wishes, with those of ``others`` in place of defaults."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from gpupoold.scheduling.eviction import Eviction, PageHolding, Victim, plan_evictions
 from gpupoold.sim.boxes import SimModel
@@ -64,8 +65,10 @@ class SimMemory:
         switch_overhead_s: float = 0.0,
         kv_host_bytes: int | None = None,
         recompute: Callable[[str], None] = lambda name: None,
+        far_shares: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """``kv_host_bytes`` is the host memory for KV, None for no limit.
+        """``kv_host_bytes`` is the host memory for KV, None for no limit. ``far_shares`` have the
+        share of the rate for models whose weights are on another NUMA node.
 
         ``recompute`` is called with a model whose KV, all of it, has been dropped.
         """
@@ -75,6 +78,7 @@ class SimMemory:
         self._switch_overhead_s = switch_overhead_s
         self._kv_host_bytes = kv_host_bytes
         self._recompute = recompute
+        self._far_shares = far_shares
         self.num_dropped = 0
         """How often the KV of a model was dropped."""
         self._held = {name: _Held() for name in models}
@@ -175,8 +179,8 @@ class SimMemory:
         out_s = self._copy_out(model, out_bytes, now_s) if out_bytes else now_s
         overhead_s = 0.0 if held.weight_bytes == model.weight_bytes else self._switch_overhead_s
         held.moved.kv_out += out_bytes
-        self._take(name, held, missing)
-        end_s = self._copy_in(model, missing, max(now_s, out_s), overhead_s)
+        copied = self._take(name, held, missing)
+        end_s = self._copy_in(model, copied, max(now_s, out_s), overhead_s)
         return max(end_s, held.ready_s) - now_s, missing + out_bytes
 
     def prefetch(self, name: str, current: str, now_s: float) -> int:
@@ -204,8 +208,8 @@ class SimMemory:
             return 0
         is_begun = held.weight_bytes == model.weight_bytes or held.moved.prefetched > 0
         overhead_s = 0.0 if is_begun else self._switch_overhead_s
-        self._take(name, held, taken, is_beside=True)
-        held.ready_s = self._copy_in(model, taken, out_s, overhead_s)
+        copied = self._take(name, held, taken, is_beside=True)
+        held.ready_s = self._copy_in(model, copied, out_s, overhead_s)
         held.last_used_s = now_s
         return taken
 
@@ -256,8 +260,11 @@ class SimMemory:
     def _whole(self, name: str) -> int:
         return self._models[name].weight_bytes
 
-    def _take(self, name: str, held: _Held, num_bytes: int, *, is_beside: bool = False) -> None:
-        """Count ``num_bytes`` of a model's missing bytes as copied: weights first, then KV."""
+    def _take(self, name: str, held: _Held, num_bytes: int, *, is_beside: bool = False) -> int:
+        """Count ``num_bytes`` of a model's missing bytes as copied: weights first, then KV.
+
+        Return the bytes whose copy from this NUMA node takes as long.
+        """
         weight_bytes = min(num_bytes, self._whole(name) - held.weight_bytes)
         kv_bytes = num_bytes - weight_bytes
         held.moved.weights += weight_bytes
@@ -268,6 +275,7 @@ class SimMemory:
         held.kv_bytes += kv_bytes
         held.kv_host_bytes -= kv_bytes
         self._changed.add(name)
+        return kv_bytes + round(weight_bytes / self._far_shares.get(name, 1.0))
 
     def _copy_in(self, model: SimModel, num_bytes: int, now_s: float, overhead_s: float) -> float:
         start_s = max(now_s, self._in_free_s)

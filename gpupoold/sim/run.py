@@ -13,7 +13,7 @@ from typing import NotRequired, TypedDict
 
 from gpupoold.errors import UsageError
 from gpupoold.sim.bound import attainment_bound
-from gpupoold.sim.device import BoxDevice
+from gpupoold.sim.device import BoxDevice, on_nodes
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.metrics import Goodput, goodput, summarise
 from gpupoold.sim.policies import PolicyOptions, make_policy
@@ -199,7 +199,7 @@ def _run(scenario: Scenario, on_progress: OnProgress | None) -> RunRow:
             point.policy,
             PolicyOptions(panel.num_prefill, converts_decoders=panel.converts_decoders),
         ),
-        [device] * panel.box.num_devices,
+        on_nodes([device] * panel.box.num_devices, scenario.models, panel.host_wishes.far_share),
         roles=panel.device_roles,
         host=host,
         engines=panel.engines,

@@ -99,6 +99,17 @@ EngineLoadOption = Annotated[
     ),
 ]
 
+FarShareOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        min=0.01,
+        max=1.0,
+        help="Two NUMA nodes, with this share of the rate for copies of weights from the other; "
+        "default: one node.",
+    ),
+]
+
 
 def host_wishes(
     kv_host: int | None,
@@ -106,12 +117,14 @@ def host_wishes(
     engines: EngineSizes | None,
     engines_limit: int | None,
     engine_load: float | None,
+    far_share: float | None,
     prefix_cache: int | None = None,
 ) -> HostWishes:
     """Return the budgets of a simulated box as given by options."""
     num_bytes, own_bytes = (None, ()) if engines is None else engines
     return HostWishes(
-        kv_host, model_cache, num_bytes, engines_limit, engine_load, prefix_cache, own_bytes
+        *(kv_host, model_cache, num_bytes, engines_limit, engine_load, prefix_cache, own_bytes),
+        far_share,
     )
 
 

@@ -18,6 +18,7 @@ from gpupool_cli.planning.inputs import (
     EngineLoadOption,
     EngineMemoryOption,
     EnginesLimitOption,
+    FarShareOption,
     Inputs,
     KvHostOption,
     ModelCacheOption,
@@ -88,6 +89,7 @@ def plan(
     engine_memory: EngineMemoryOption = None,
     engines_limit: EnginesLimitOption = None,
     engine_load: EngineLoadOption = None,
+    far_share: FarShareOption = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same requests.")] = 0,
     runs: Annotated[
         int,
@@ -112,7 +114,7 @@ def plan(
     if groups not in (None, AUTO):
         box = box.split(parse_groups(groups))
     inputs = _inputs(ctx, models, trace, rps, duration)
-    host = host_wishes(kv_host, model_cache, engine_memory, engines_limit, engine_load)
+    host = host_wishes(kv_host, model_cache, engine_memory, engines_limit, engine_load, far_share)
     if engine_memory is None:
         measured = measured_engines(inputs.models, box)
         host = replace(host, own_engine_bytes=tuple(measured.items()))

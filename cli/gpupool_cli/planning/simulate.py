@@ -21,6 +21,7 @@ from gpupool_cli.planning.inputs import (
     EngineLoadOption,
     EngineMemoryOption,
     EnginesLimitOption,
+    FarShareOption,
     KvHostOption,
     ModelCacheOption,
     PrefixCacheOption,
@@ -102,6 +103,7 @@ def simulate(
     engine_memory: EngineMemoryOption = None,
     engines_limit: EnginesLimitOption = None,
     engine_load: EngineLoadOption = None,
+    far_share: FarShareOption = None,
     families: Annotated[
         int | None,
         typer.Option(
@@ -139,7 +141,7 @@ def simulate(
     if plot is not None:
         check_plot(plot)
     wishes = host_wishes(
-        kv_host, model_cache, engine_memory, engines_limit, engine_load, prefix_cache
+        kv_host, model_cache, engine_memory, engines_limit, engine_load, far_share, prefix_cache
     )
     wanted = Overrides(
         policies=None if policies is None else output.names(policies),

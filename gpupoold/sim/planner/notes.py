@@ -26,6 +26,7 @@ def notes_on(
         *_step_times(question, basis, models),
         *_left_out(question, plan),
         _host_memory(question),
+        *_far_switches(question),
         _engines(question, plan),
         "A token is in time if it meets its deadline, which is fixed when the request arrives: a "
         "gap above the TBT target is no miss if earlier tokens were early enough.",
@@ -107,6 +108,19 @@ def _host_memory(question: PlanQuestion) -> str:
         f"Host memory: {format_bytes(host.kv_bytes_per_gpu)} for the KV of each GPU and "
         f"{format_bytes(host.model_cache_bytes)} for models; larger boxes have more, smaller boxes "
         "less. Set --kv-host and --model-cache for another machine."
+    )
+
+
+def _far_switches(question: PlanQuestion) -> Iterator[str]:
+    share = question.host.far_share
+    if share is None:
+        return
+    largest = max(question.models.values(), key=lambda model: model.weight_bytes)
+    near_s = largest.latency.switch_s(largest.weight_bytes)
+    yield (
+        f"Two NUMA nodes: half of the models are far from each device, copied at {100 * share:.0f} "
+        f"% of the rate; a switch to {largest.name} takes {format_duration(near_s)} from the "
+        f"device's own node, {format_duration(near_s / share)} from the other."
     )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import Box, SimModel
-from gpupoold.sim.device import BoxDevice
+from gpupoold.sim.device import BoxDevice, on_nodes
 from gpupoold.sim.engine import SimOutcome, Simulation
 from gpupoold.sim.host import NO_WISHES, HostWishes, engine_costs, host_memory
 from gpupoold.sim.metrics import Summary, count_tokens, summarise
@@ -76,7 +76,7 @@ class Setup(LoadedBox):
         if not self.by_degree:
             kv_host_bytes = self.box.tensor_parallel_size * host.kv_bytes_per_gpu
             device = BoxDevice(self.box.device_bytes, kv_host_bytes=kv_host_bytes)
-            return [device] * self.box.num_devices
+            return on_nodes([device] * self.box.num_devices, self.models, self.host.far_share)
         kinds = {
             degree: BoxDevice(
                 self.box.bytes_of(degree),
@@ -90,7 +90,8 @@ class Setup(LoadedBox):
             )
             for degree, models in self.by_degree.items()
         }
-        return [kinds[degree] for degree in self.box.groups]
+        devices = [kinds[degree] for degree in self.box.groups]
+        return on_nodes(devices, self.models, self.host.far_share)
 
     def limits(self) -> dict[str, int]:
         """Return the token limit of each model's requests, on the device with the most room."""

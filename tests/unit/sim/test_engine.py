@@ -13,7 +13,7 @@ from gpupoold.replay.log_file import RecordedCore, replay_on
 from gpupoold.scheduling.core import Core
 from gpupoold.scheduling.events import Action, Event, Tick
 from gpupoold.scheduling.invariants import check_state
-from gpupoold.sim.device import BoxDevice
+from gpupoold.sim.device import BoxDevice, on_nodes
 from gpupoold.sim.engine import Simulation
 from gpupoold.sim.lengths import sharegpt_lengths
 from gpupoold.sim.metrics import summarise
@@ -173,6 +173,16 @@ def test_progress_is_reported_in_virtual_time() -> None:
     assert reported
     assert reported == sorted(reported)
     assert reported[-1] <= 300.0
+
+
+def test_models_run_where_their_weights_are_near() -> None:
+    box = models("ab")
+    devices = on_nodes([BoxDevice(80 * GB)] * 2, box, 0.5)
+    simulation = Simulation(box, make_policy("gpupool"), devices)
+    outcome = simulation.run([request("b", 1.0), request("a", 100.0)], 200.0)
+    assert [tally.moved_bytes for tally in outcome.devices] == [10 * GB, 10 * GB]
+    waits_s = [one.token_times_s[0] - one.request.arrival_s for one in outcome.results]
+    assert waits_s == pytest.approx([1.02, 1.02])
 
 
 def test_impossible_boxes_are_refused_in_one_line() -> None:

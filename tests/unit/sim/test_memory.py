@@ -174,3 +174,14 @@ def test_kv_grows_over_others() -> None:
     [(name, missing)] = one.take_changes()
     assert name == "a"
     assert GB <= missing < GB + PAGE_BYTES
+
+
+def test_far_weights_take_longer() -> None:
+    box = models("ab", 30, kv_bytes_per_token=KV)
+    one = SimMemory(80 * GB, box, Use(), far_shares={"b": 0.5})
+    assert one.switch_in("a", 0.0) == (3.0, 30 * GB)
+    assert one.switch_in("b", 3.0) == (6.0, 30 * GB)
+    one.add_kv("b", 100)
+    one.evict_weights("b", 10 * GB)
+    assert one.prefetch("b", "a", 20.0) == pytest.approx(10 * GB, rel=0.01)
+    assert one.switch_in("b", 20.0)[0] == pytest.approx(2.0, rel=0.01)

@@ -109,6 +109,17 @@ def test_engines_that_do_not_all_fit(cli: Cli, models: str) -> None:
     assert "if the file of models names their family" in shown
 
 
+def test_far_switches_are_told(cli: Cli, models: str) -> None:
+    asked = ("plan", "--devices", "2xA10", "--models", models, *SHORT)
+    assert "NUMA" not in cli(*asked).output
+    shown = " ".join(cli(*asked, "--far-share", "0.5").output.split())
+    assert "half of the models are far from each device, copied at 50 % of the rate" in shown
+    near, far = re.search(  # type: ignore[union-attr]
+        r"takes (\d+)ms from the device's own node, ([\d.]+)s", shown
+    ).groups()
+    assert float(far) == pytest.approx(2 * float(near) / 1000, rel=0.02)
+
+
 def test_fine_tunes_take_over_engines(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     path.write_text(

@@ -3,7 +3,7 @@
 ``tests/durations.json`` has seconds by file, those of slow tests by themselves. Files run longest
 first, so that no worker of xdist is left with a long file at the end; ``--shard 2/6`` runs one of
 six parts of the slow tests, of about equal duration. A file that is longer than a part is dealt out
-by test.
+by test, to parts and to workers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "durations.json"
 _NUM_PRINTED = 20
+_NUM_SHARDS = 6
 # What a file without an entry counts as.
 _UNRECORDED_S = 10.0
 
@@ -43,6 +45,12 @@ def shard_of(files: Iterable[str], durations: Durations, number: int, total: int
     return shards[number - 1]
 
 
+def longer_files(durations: Durations, total: int) -> set[str]:
+    """Return the files that take longer than one of ``total`` equal parts of all."""
+    limit_s = sum(durations.values()) / total
+    return {file for file, seconds in durations.items() if seconds > limit_s}
+
+
 def parts_of(tests: Sequence[str], durations: Durations, total: int) -> dict[str, float]:
     """Return the seconds of what shards are made of: files, or tests of files longer than a shard.
 
@@ -50,8 +58,8 @@ def parts_of(tests: Sequence[str], durations: Durations, total: int) -> dict[str
     """
     num_tests = Counter(test.partition("::")[0] for test in tests)
     files_s = {file: durations.get(file, _UNRECORDED_S) for file in num_tests}
-    limit_s = sum(files_s.values()) / total
-    parts_s = {file: seconds for file, seconds in files_s.items() if seconds <= limit_s}
+    longer = longer_files(files_s, total)
+    parts_s = {file: seconds for file, seconds in files_s.items() if file not in longer}
     for test in tests:
         file = test.partition("::")[0]
         if file not in parts_s:
@@ -112,6 +120,7 @@ class _Durations:
         self._is_recording: bool = config.getoption("--record-durations")
         self._measured_s: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._recorded = read_record()
+        self._num_shards = self._shard[1] if self._shard else _NUM_SHARDS
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
@@ -127,6 +136,20 @@ class _Durations:
         order = longest_first(map(_file_of, items), expected_s)
         places = {file: place for place, file in enumerate(order)}
         items.sort(key=lambda item: places[_file_of(item)])
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Let both workers share the tests of a file that is dealt out by test."""
+        from xdist.scheduler import LoadFileScheduling
+
+        longer = longer_files(self._recorded["slow"], self._num_shards)
+
+        class ByFileOrTest(LoadFileScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                file = super()._split_scope(nodeid)
+                return nodeid if file in longer else file
+
+        return ByFileOrTest(config, log) if config.getvalue("dist") == "loadfile" else None
 
     def _keep_shard(
         self, config: pytest.Config, items: list[pytest.Item], number: int, total: int

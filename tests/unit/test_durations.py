@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.support.durations import (
     RECORD,
     ROOT,
+    longer_files,
     longest_first,
     merged,
     parts_of,
@@ -45,6 +46,11 @@ def test_the_record_names_files_of_the_project() -> None:
     files = {file for durations in read_record(RECORD).values() for file in durations}
     assert {file for file in files if not file.startswith("tests/")} == set()
     assert ROOT.joinpath(THIS).is_file()
+
+
+def test_files_longer_than_a_shard() -> None:
+    assert longer_files(DURATIONS, 3) == {"a"}
+    assert longer_files(DURATIONS, 6) == {"a", "b", "c"}
 
 
 def test_a_file_longer_than_a_shard_is_dealt_out_by_test() -> None:

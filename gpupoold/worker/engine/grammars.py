@@ -325,11 +325,12 @@ class EngineGrammars(StructuredOutputManager):
                 self._known.popitem(last=False)
 
     def _refuse_equal(self, requests: Iterable[Request]) -> None:
-        """Refuse the grammars that are equal to one with a call over the bound."""
+        """Refuse the grammars that are equal to one whose call the step has left."""
         grammars = [grammar for grammar in map(_grammar_of, requests) if grammar is not None]
-        slow = {grammar.owner: grammar.refusal for grammar in grammars if grammar.is_slow_call}
+        left = {one.owner: one for one in grammars if one.is_slow_call or not one.is_final}
         for grammar in grammars:
-            grammar.refusal = grammar.refusal or slow.get(grammar.owner, "")
+            if not grammar.refusal and (equal := left.get(grammar.owner)):
+                grammar.refusal, grammar.is_final = equal.refusal, equal.is_final
 
     def clear_backend(self) -> None:
         """End the backends and the compiling threads after their present work.

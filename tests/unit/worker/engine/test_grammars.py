@@ -300,6 +300,21 @@ def test_equal_grammars_of_an_owner_are_refused_together(
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_equal_grammars_that_met_a_costly_one_leave_one_thread(grammars: EngineGrammars) -> None:
+    """The samples of a request would otherwise take the threads for grammars of all."""
+    asked = {name: request("xgrammar", regex="ab?c") for name in "abc"}
+    asked["c"].cache_salt = "other:"
+    found: Any = {name: compiled(grammars, one) for name, one in asked.items()}
+    found["a"].refuse(0.03, 0.01)
+    grammars._refuse_equal(asked.values())
+    assert found["b"].refusal == found["a"].refusal
+    assert "repeat the request" in found["b"].refusal
+    assert not found["b"].is_final
+    assert not found["c"].refusal
+    grammars.clear_backend()
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("keys", "refused"),
     [

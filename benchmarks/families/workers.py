@@ -13,9 +13,9 @@ import psutil
 from benchmarks.families.family import Family
 from benchmarks.families.prompts import Prompt, decoded_features
 from gpupoold.control.live_requests import LiveRequest
-from gpupoold.control.requests.core_shell import arrived, cut_short
+from gpupoold.control.requests.core_shell import arrived
 from gpupoold.domain import Targets
-from gpupoold.scheduling.events import Action, Send
+from gpupoold.scheduling.events import Action, Ended, Send
 from gpupoold.wire import messages as m
 from tests.functional.import_server import forked_for
 from tests.functional.worker_peer import Snapshot, WorkerPeer, encode_request
@@ -111,7 +111,7 @@ class FamilyWorker(WorkerPeer):
         self.channel.send(m.MigrateOut(model, request_id))
         answer = self.wait(m.Migrated)
         assert answer.is_known, "the request had ended"
-        self.shell.handle(*cut_short([request_id]))
+        self.shell.handle(Ended(request_id, is_complete=False))
         fds = () if answer.kv_transfer is None else (self.channel.take_fd(),)
         return Moved(self.tokens[request_id], answer.kv_transfer, fds)
 

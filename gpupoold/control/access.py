@@ -1,8 +1,4 @@
-"""API keys and their use, and the secret shared with the fleet.
-
-The frontends are informed of each change. Imports ``accounting`` (refusals are recorded as events);
-no request.
-"""
+"""API keys and their use, and the secret shared with the fleet."""
 
 from __future__ import annotations
 
@@ -40,8 +36,8 @@ SECRET_FILE = "fleet-secret"
 class Keyring:
     """All keys that are not revoked; one object per daemon, on its event loop.
 
-    The use of keys is written to disk every few seconds; a killed daemon loses the last seconds. A
-    change of a key is on disk before the frontends learn of the change.
+    Use is written every few seconds; a killed daemon loses the last. A change of a key is on disk
+    before the frontends, which are informed of each, learn of the change.
     """
 
     def __init__(
@@ -54,10 +50,7 @@ class Keyring:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``send`` sends a message to all frontends. ``required_because`` is the reason why every
-        request needs a key, empty if keys are optional. ``clock`` and ``wall_clock`` return
-        seconds.
-        """
+        """``required_because``: why every request needs a key, empty if keys are optional."""
         self._store = ApiKeys(database)
         self._registry = Registry(database)
         self._history = history
@@ -136,23 +129,14 @@ class Keyring:
         return await self._store.list(with_revoked=with_revoked)
 
     async def add(self, name: str, powers: KeyPowers) -> tuple[KeyRow, str]:
-        """Create a key; return the row and the text, which is not stored.
-
-        Raises:
-            UsageError, Refused: the name is invalid or taken.
-            NoSuchModel: the key names an unknown model.
-        """
+        """Create a key; return the row and the text, which is not stored."""
         key = make_key()
         row = await self._store.add(key.id, name, key.digest, await self._resolved(powers))
         self._note_change(row, "key_added")
         return row, key.text
 
     async def adopt(self, key_id: str, name: str, digest: str, powers: KeyPowers) -> KeyRow:
-        """Add a key of the fleet, whose models need not be known here.
-
-        Raises:
-            UsageError, Refused: the name is invalid or taken.
-        """
+        """Add a key of the fleet, whose models need not be known here."""
         row = await self._store.add(key_id, name, digest, powers)
         self._note_change(row, "key_added")
         return row
@@ -237,8 +221,7 @@ class Keyring:
         self._unsaved[use.key_id] = use
 
     async def _resolved(self, powers: KeyPowers) -> KeyPowers:
-        """Return ``powers`` with model names in place of aliases; presets and adapters
-        keep their names."""
+        """Return ``powers`` with model names in place of aliases, not of further names."""
         if powers.models is None:
             return powers
         names = []
@@ -253,7 +236,7 @@ class Keyring:
         if row.revoked_at is None:
             self._keep(row)
         else:
-            self._rows.pop(row.id, None)
+            del self._rows[row.id]
             self._rates.forget(row.id)
         self._history.record_event("info", kind, row.name, f"the API key {row.id}")
         self.publish()
@@ -295,10 +278,9 @@ class KeyLeft(NamedTuple):
 
 
 class KeyRates:
-    """The buckets of all keys with limits, by the keys' ids.
+    """The buckets of all keys with limits by id, in the daemon: a limit holds over all frontends.
 
-    The daemon owns the buckets, so that a limit holds over all frontends together and survives a
-    frontend's restart. Pure: the caller gives instants of one monotonic clock.
+    Pure: the caller gives instants of one monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -328,15 +310,14 @@ class KeyRates:
 
     def forget(self, key_id: str) -> None:
         """Remove the buckets of a revoked key."""
-        self._requests.pop(key_id, None)
-        self._tokens.pop(key_id, None)
-        self._used.pop(key_id, None)
+        for record in (self._requests, self._tokens, self._used):
+            record.pop(key_id, None)
 
     def begin(self, key_id: str, now_s: float) -> tuple[str, float]:
-        """Count an HTTP request of a key if the rates permit the request.
+        """Count an HTTP request of a key, and return ``("", 0.0)``, if the rates permit the
+        request.
 
-        Returns ``("", 0.0)`` for a permitted request, which is counted. Otherwise returns the limit
-        and the seconds until a request may begin.
+        Otherwise returns the limit and the seconds until a request may begin.
         """
         longest_s, limit = 0.0, ""
         requests, tokens = self._requests.get(key_id), self._tokens.get(key_id)
@@ -357,11 +338,9 @@ class KeyRates:
 
     def take(self, key_id: str, use: RateUse, now_s: float) -> None:
         """Take use of a key from the buckets, without counting the use as this process's."""
-        requests, tokens = self._requests.get(key_id), self._tokens.get(key_id)
-        if requests is not None:
-            requests.take(use.num_requests, now_s)
-        if tokens is not None:
-            tokens.take(use.num_tokens, now_s)
+        for buckets, num in ((self._requests, use.num_requests), (self._tokens, use.num_tokens)):
+            if key_id in buckets:
+                buckets[key_id].take(num, now_s)
 
     def left(self, key_id: str, now_s: float) -> KeyLeft:
         """Return the remaining rates of a key."""
@@ -384,15 +363,12 @@ def _set(buckets: dict[str, Bucket], key_id: str, per_minute: int | None, now_s:
 
 
 class FleetMembership:
-    """The secret of the daemon's fleet, in a file of the state folder.
-
-    The frontends are informed of each change.
-    """
+    """The secret of the daemon's fleet, in a file; the frontends are informed of each change."""
 
     def __init__(
         self, folder: Path, downloads: Path, history: History, send: Callable[[m.Message], None]
     ) -> None:
-        """``downloads`` has checkpoints for other nodes; ``send`` reaches all frontends."""
+        """``downloads`` has checkpoints for other nodes."""
         self._folder = folder
         self._downloads = downloads
         self._history = history
@@ -400,11 +376,7 @@ class FleetMembership:
         self.secret = read_secret(folder)
 
     async def set(self, secret: str) -> None:
-        """Take a secret over, or leave the fleet if it is empty.
-
-        Raises:
-            Failed: the secret cannot be stored; nothing has changed.
-        """
+        """Take a secret over, or leave the fleet if it is empty."""
         await asyncio.to_thread(write_secret, self._folder, secret)
         is_new, self.secret = secret != self.secret, secret
         if is_new:
@@ -418,11 +390,7 @@ class FleetMembership:
 
 
 def read_secret(folder: Path) -> str:
-    """Return the secret of a daemon's fleet, empty without one.
-
-    Raises:
-        Failed: the file cannot be read, or has no secret.
-    """
+    """Return the secret of a daemon's fleet, empty without one; Failed if it cannot be read."""
     path = folder / SECRET_FILE
     try:
         text = path.read_text("utf-8").strip()

@@ -83,10 +83,7 @@ class Health:
         self._round_s = now_s
 
     def failure_reason(self, now_s: float) -> str:
-        """Return why the control plane makes no progress, empty without a problem.
-
-        A hung worker is no reason here: the watchdog ends hung workers.
-        """
+        """Return why the control plane makes no progress, hung workers aside, else nothing."""
         late_s = now_s - self._round_s
         if late_s > _ROUND_TIMEOUT_S:
             return f"workers and requests have not been checked for {late_s:.0f} s"
@@ -134,10 +131,7 @@ class ControlPlane(ControlParts):
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self, metrics_text: Callable[[], Awaitable[bytes]]) -> None:
-        """Start the workers and the frontends, which come up in the background.
-
-        ``metrics_text`` returns the text that the frontends serve as ``/metrics``.
-        """
+        """Start the workers and the frontends, which serve ``metrics_text`` as ``/metrics``."""
         of_worker, models = self.dispatcher.from_worker, self.lifecycle
         worker_up, worker_down = models.controller.worker_up, models.worker_down
         models.controller.start()
@@ -183,7 +177,6 @@ class ControlPlane(ControlParts):
 
     @property
     def state(self) -> ControlPlaneState:
-        """True if requests can be served."""
         if self.stopping:
             return "stopping"
         ready = self.supervisor.any_in_service and self.frontends.any_ready
@@ -217,7 +210,6 @@ class ControlPlane(ControlParts):
         return views.devices(self.supervisor.workers, self.dispatcher, self.fleet, limit_of)
 
     async def status(self) -> Status:
-        """Return the daemon's status."""
         return self.status_of(len(await self.registry.list()))
 
     def status_of(self, num_models: int) -> Status:
@@ -250,12 +242,7 @@ class ControlPlane(ControlParts):
     async def operate(
         self, number: int, operation: str, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Run an operation of the module in ``GPUPOOL_OPERATIONS`` on a worker.
-
-        Raises:
-            UsageError: there is no such worker or operation.
-            Refused: the daemon's environment names no module.
-        """
+        """Run an operation of the module in ``GPUPOOL_OPERATIONS`` on a worker."""
         worker = self.workers.worker(number)
         if not os.environ.get("GPUPOOL_OPERATIONS"):
             raise Refused(
@@ -316,7 +303,7 @@ class ControlPlane(ControlParts):
             worker.reading = self.supervisor.gpu_readings.of(worker.number)
         accounts = self.dispatcher.accounts
         accounts.usage.sample(
-            _sample_of(worker, accounts.meters.device(worker.number).switching_s)
+            _sample_of(worker, accounts.meters.devices[worker.number].switching_s)
             for worker in self.supervisor.workers
         )
 
@@ -336,11 +323,7 @@ class ControlPlane(ControlParts):
                     self.history.record_event("error", "core_inconsistent", "core", reported)
 
     async def check_integrity(self) -> list[object]:
-        """Check the core's state and every worker's accounts.
-
-        Raises:
-            Failed: an inconsistency, or a worker is down.
-        """
+        """Check the core's state and every worker's accounts; raise Failed if inconsistent."""
         try:
             check_state(self.dispatcher.state)
         except AssertionError as error:

@@ -1,8 +1,7 @@
 """The frontends: processes that accept on the daemon's one listening socket.
 
-The frontends share the socket's queue: if a frontend hangs or has died, another frontend accepts
-the connections. (With one socket per frontend, ``SO_REUSEPORT``, connections in the queue of a dead
-process would be lost.)
+If a frontend hangs or has died, another accepts the connections. (With one socket per frontend,
+``SO_REUSEPORT``, connections in the queue of a dead process would be lost.)
 """
 
 from __future__ import annotations
@@ -72,11 +71,7 @@ class Frontends:
         handlers: ProcessHandlers[Frontend, m.FromFrontend],
         metrics_text: Callable[[], Awaitable[bytes]],
     ) -> None:
-        """Start all processes.
-
-        ``handlers.on_up`` sends the rules of access and mounts every model; ``metrics_text``
-        returns the text for ``/metrics``.
-        """
+        """Start all processes. ``metrics_text`` returns the text for ``/metrics``."""
         of_each = FrontendHandlers(
             handlers.on_message,
             handlers.on_up,
@@ -93,10 +88,7 @@ class Frontends:
             frontend.start()
 
     async def stop(self) -> None:
-        """Stop all processes; open streams get the grace time.
-
-        Connections are refused afterwards, unless systemd keeps the socket for the next daemon.
-        """
+        """Stop all processes; open streams get the grace time."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*(frontend.stop() for frontend in self._all))
@@ -118,18 +110,14 @@ class Frontends:
         self._all[number].send(message)
 
     def reconfigure(self) -> None:
-        """Send the present configuration."""
         for frontend in self._all:
             frontend.reconfigure()
 
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
         """Mount a model's API on every running frontend; other frontends mount the API later.
 
-        A frontend that fails where another frontend succeeds is replaced, and so is every frontend
-        that does not answer in time.
-
-        Raises:
-            GpupoolError: the reason why no frontend can mount the API.
+        A frontend that fails where another succeeds, or does not answer in time, is replaced.
+        Raises GpupoolError if no frontend can mount the API.
         """
         asked = [frontend for frontend in self._all if frontend.is_up]
         calls = (frontend.serve(model, loaded) for frontend in asked)
@@ -142,11 +130,10 @@ class Frontends:
         if errors and True not in outcomes:
             raise errors[0][1]
         for frontend, error in errors:
-            if isinstance(error, NotMounted):
-                continue  # is replaced already
-            frontend.end(
-                f"mounting {model.name} failed, but succeeded in another frontend: {error}"
-            )
+            if not isinstance(error, NotMounted):  # else replaced already
+                frontend.end(
+                    f"mounting {model.name} failed, but succeeded in another frontend: {error}"
+                )
 
     def _replace_later(self, frontend: Frontend, error: NotMounted) -> None:
         work = self._replace(frontend, frontend.pid, error)
@@ -169,8 +156,8 @@ class Frontends:
         """Ensure that some frontend accepts connections.
 
         A frontend accepts when every model is mounted: before, a request would get 503 where
-        another frontend answers. Without another frontend, 503 with ``Retry-After`` is better than
-        no answer.
+        another frontend answers. Without another, 503 with ``Retry-After`` is better than no
+        answer.
         """
         if not any(frontend.accepts for frontend in self._all):
             for frontend in self._all:
@@ -185,9 +172,8 @@ class NotMounted(Failed):
 class FrontendHandlers(ProcessHandlers["Frontend", m.FromFrontend]):
     """Handlers of one frontend's events and questions.
 
-    ``metrics_text`` returns the text for ``/metrics``. ``ensure_open``, called when a frontend
-    comes up or ends, lets some frontend accept connections. ``on_stuck`` replaces a frontend that
-    does not mount an API in time, and can mount no other.
+    ``ensure_open``, called when a frontend comes up or ends, lets some frontend accept connections.
+    ``on_stuck`` replaces a frontend that does not mount an API in time, and can mount no other.
     """
 
     metrics_text: Callable[[], Awaitable[bytes]]
@@ -199,8 +185,7 @@ class Frontend(Supervised[m.FromFrontend]):
     """A process that serves clients; ``name`` is ``frontend-NUMBER``.
 
     A process is *up* when it handles messages, *accepts* after the order to accept, and is *ready*
-    after reporting that it accepts connections. ``loop_lag`` is the lag of the process's event loop
-    in seconds.
+    after reporting that it accepts connections. ``loop_lag`` is in seconds.
     """
 
     # A request that was accepted just before the stop is scheduled or refused.
@@ -234,13 +219,9 @@ class Frontend(Supervised[m.FromFrontend]):
             self.send(m.Accept())
 
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> bool:
-        """Mount a model's API; return False if the process ended before.
+        """Mount a model's API; return False if the process ended before: the next mounts all.
 
-        The next process mounts every model.
-
-        Raises:
-            NotMounted: no answer came in time; the process is replaced.
-            GpupoolError: the process's reason.
+        Raises NotMounted if no answer came in time; the process is replaced.
         """
         if not self.is_up:
             return False

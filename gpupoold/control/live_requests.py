@@ -103,8 +103,8 @@ class Suspect:
 class LiveRequest:
     """A request from arrival to end; the only record of the request outside the scheduling core.
 
-    ``order`` is the message that brought the request; ``device`` is None until a worker has the
-    request.
+    ``order`` is the message that brought the request, counted under its preset's, adapter's or
+    model's ``counted_name``. ``key_id`` is empty without an API key.
     """
 
     order: m.AddRequest
@@ -112,31 +112,21 @@ class LiveRequest:
     device: int | None = None
     output_token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
-    num_in_time: int = 0
-    """Number of tokens in time; all deadlines are fixed at arrival."""
-    late_s: float = 0.0
-    """Lateness of the latest token in seconds."""
-    is_cold: bool = False
-    """True while the request waits for weights; set by :meth:`LiveRequests.set_cold`."""
-    warmed_s: float | None = None
-    """Time when the model was in host memory, if the request had to wait."""
-    attached_s: float | None = None
-    """Time when the request's present device had the KV from another device."""
+    num_in_time: int = 0  # tokens; all deadlines are fixed at arrival
+    late_s: float = 0.0  # of the latest token
+    is_cold: bool = False  # waits for weights; set by LiveRequests.set_cold()
+    warmed_s: float | None = None  # when the model was in host memory, if the request had to wait
+    attached_s: float | None = None  # when the present device had the KV from another device
     migration: Migration | None = None
-    """The migration under way."""
-    suspect: Suspect | None = None
-    """None unless the request was a candidate for the cause of a crash."""
+    suspect: Suspect | None = None  # None unless a candidate for the cause of a crash
 
     request_id: str = field(init=False)
     model: str = field(init=False)
     counted_name: str = field(init=False)
-    """The name under which the request is counted: its preset's, adapter's or model's."""
     arrival_s: float = field(init=False)
     num_prompt_tokens: int = field(init=False)
     key_id: str = field(init=False)
-    """Id of the API key, "" without a key."""
     frontend: int = field(init=False)
-    """Number of the frontend."""
 
     def __post_init__(self) -> None:
         """Copy fields of the order that each token needs, because a property is slower."""
@@ -175,10 +165,8 @@ class LiveRequest:
         self.output_token_ids += token_ids
         for _ in range(len(token_ids) + has_result):
             late_s = at_s - targets.deadline_s(self.arrival_s, len(times_s))
-            if late_s <= 0:
-                self.num_in_time += 1
-                late_s = 0.0
-            self.late_s = late_s
+            self.num_in_time += late_s <= 0
+            self.late_s = max(late_s, 0.0)
             times_s.append(at_s)
 
     @property
@@ -198,8 +186,7 @@ class LiveRequest:
 
     @property
     def gaps_s(self) -> list[float]:
-        times = self.token_times_s
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
 
 
 def num_bytes_of(message: m.AddRequest) -> int:
@@ -229,11 +216,7 @@ class LiveRequests:
         return self._requests[request_id]
 
     def add(self, request: LiveRequest) -> None:
-        """Add a request.
-
-        Raises:
-            ValueError: another live request has the same id; nothing has changed.
-        """
+        """Add a request; raise ValueError if another live request has the same id."""
         if request.request_id in self._requests:
             raise ValueError(f"a live request already has the id {request.request_id}")
         self._requests[request.request_id] = request
@@ -313,10 +296,7 @@ class LiveRequests:
 
 
 class Replies:
-    """Sends admissions, outputs and failures, each to one frontend.
-
-    ``send`` takes a frontend's number and a message; messages of ended requests are dropped.
-    """
+    """Sends admissions, outputs and failures by ``send``, which takes a frontend's number."""
 
     def __init__(self, live: LiveRequests, send: Callable[[int, m.Message], None]) -> None:
         self._live = live
@@ -354,7 +334,6 @@ class WaitReports:
         send: Callable[[int, m.Message], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``send`` takes a frontend's number and a message."""
         self._live = live
         self._state = state
         self._send = send
@@ -403,10 +382,7 @@ def waits_for(request: LiveRequest, state: State, *, has_hosts: bool) -> str:
 def parts_of(
     message: m.StepOutputs, frontend_of: Callable[[str], int | None]
 ) -> dict[int, m.StepOutputs]:
-    """Divide one step's outputs by frontend.
-
-    ``frontend_of`` returns a request's frontend number, None after the request's end.
-    """
+    """Divide one step's outputs by frontend; of an ended request ``frontend_of`` is None."""
     progress: dict[int, list[m.RequestProgress]] = {}
     for item in message.progress:
         number = frontend_of(item.request_id)
@@ -414,22 +390,16 @@ def parts_of(
             progress.setdefault(number, []).append(item)
     if len(progress) == 1 and len(message.frame_counts) <= 1:
         return dict.fromkeys(progress, message)
-    frames = _frames_by_frontend(message)
+    frames, begin = dict[int, list[bytes]](), 0
+    for number, count in message.frame_counts.items():
+        frames[number] = message.frames[begin : begin + count]
+        begin += count
     return {
         number: msgspec.structs.replace(
             message, frames=frames.get(number, []), progress=items, frame_counts={}
         )
         for number, items in progress.items()
     }
-
-
-def _frames_by_frontend(message: m.StepOutputs) -> dict[int, list[bytes]]:
-    found: dict[int, list[bytes]] = {}
-    begin = 0
-    for number, count in message.frame_counts.items():
-        found[number] = message.frames[begin : begin + count]
-        begin += count
-    return found
 
 
 class RequestListener:

@@ -36,10 +36,9 @@ _DRAIN_POLL_S = 0.02
 class Reloader:
     """Reloads of the configuration, one at a time, while serving continues.
 
-    A file with any error changes nothing. Changes that a running daemon can apply take effect at
-    once; other changes are listed and wait for a restart. No model and no process restarts. The
-    effect is declared beside each key (:class:`gpupoold.config.values.Effect`); keys without a
-    handler here are read at each use.
+    A file with any error changes nothing. Changes that a running daemon can apply
+    (:class:`gpupoold.config.values.Effect`) take effect at once; others wait for a restart. Keys
+    without a handler here are read at each use.
     """
 
     def __init__(
@@ -61,12 +60,7 @@ class Reloader:
         self._task: asyncio.Task[None] | None = None
 
     async def reload(self) -> ReloadInfo:
-        """Read the file and apply the changes.
-
-        Raises:
-            ConfigError: the file has an error; nothing has changed.
-            Refused: a change is impossible now; nothing has changed.
-        """
+        """Read the file and apply the changes; after any error nothing has changed."""
         async with self._reloading:
             try:
                 file = await self._configuration.read()
@@ -143,7 +137,6 @@ def _summary(changed: list[KeyChange], waiting: list[KeyChange]) -> str:
 
 
 def history_limits(settings: HistorySettings) -> HistoryLimits:
-    """Return the maximum numbers of rows."""
     return HistoryLimits(**settings.model_dump())
 
 
@@ -151,7 +144,7 @@ class Configuration:
     """The configuration of a running daemon, and comparisons with files; one per daemon.
 
     ``path`` is the path of the file read last, None without a file. Budgets that the file leaves
-    out are worked out from the machine at the start, and again at each reload.
+    out are worked out from the ``machine`` at the start, and again at each reload.
     """
 
     def __init__(
@@ -160,14 +153,7 @@ class Configuration:
         named: Path | None = None,
         machine: Callable[[Settings], Machine] = find_machine,
     ) -> None:
-        """Start with ``file``; ``named`` is the path on the command line.
-
-        ``named`` None means the file of :func:`gpupoold.config.schema.chosen_path`. ``machine``
-        returns the facts about the machine.
-
-        Raises:
-            SettingError: the machine has too little memory for the file's budgets.
-        """
+        """``named`` is the path on the command line, None for :func:`config.schema.chosen_path`."""
         self._named = named
         self._machine = machine
         self._written = file.written
@@ -186,9 +172,7 @@ class Configuration:
         return self._reasons.get(MODEL_CACHE, "")
 
     async def diff(self, text: str | None = None, name: str = "") -> DiffInfo:
-        """Return the changes that a file would make: ``text`` called ``name``, or the daemon's
-        file.
-        """
+        """Return the changes that ``text`` called ``name``, or the daemon's file, would make."""
         file = await self.read() if text is None else parsed_file(text, Path(name))
         update = await self.update_of(file)
         path = None if file.path is None else str(file.path)
@@ -199,11 +183,7 @@ class Configuration:
         return await asyncio.to_thread(read_config_file, self._named)
 
     async def update_of(self, file: ConfigFile) -> Update:
-        """Return the effect of a file on the running daemon.
-
-        Raises:
-            SettingError: the machine has too little memory for the file's budgets.
-        """
+        """Return the effect of a file on the running daemon."""
         now = await asyncio.to_thread(self._machine, self.settings)
         then = await asyncio.to_thread(self._machine, file.settings)
         return update_of(self.settings, file.settings, now, then)
@@ -237,9 +217,7 @@ class WorkerOperations:
     async def drain(self, number: int) -> None:
         """Drain a worker: return when no requests are left; ``undrain`` ends the state.
 
-        Raises:
-            UsageError: there is no such worker.
-            TimedOut: requests were left after ``limits.drain_timeout``; the drain continues.
+        The drain continues after TimedOut.
         """
         self._dispatcher.set_draining(self.worker(number).number, is_draining=True)
         limit_s = self._settings.limits.drain_timeout_s
@@ -257,7 +235,6 @@ class WorkerOperations:
         self._dispatcher.set_draining(self.worker(number).number, is_draining=False)
 
     def worker(self, number: int) -> Worker:
-        """Return a worker."""
         workers = self._workers
         if not 0 <= number < len(workers):
             raise no_such_device(number, len(workers))

@@ -183,7 +183,7 @@ class Scrape:
     def models(self) -> Iterator[tuple[str, ModelMeter]]:
         """Yield all models, presets and adapters by name, with meters."""
         for name in self.names:
-            yield name, self.control_plane.dispatcher.accounts.meters.model(name)
+            yield name, self.control_plane.dispatcher.accounts.meters.models[name]
 
     @property
     def names(self) -> list[str]:
@@ -202,7 +202,7 @@ class Scrape:
     def meters(self) -> Iterator[tuple[str, DeviceMeter]]:
         """Yield the meters of all devices by number."""
         for number, worker in self.devices():
-            yield number, self.control_plane.dispatcher.accounts.meters.device(worker.number)
+            yield number, self.control_plane.dispatcher.accounts.meters.devices[worker.number]
 
 
 def _names(rows: dict[str, ModelRow]) -> list[str]:

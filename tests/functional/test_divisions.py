@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import AsyncMock
 
 import pytest
 
+from gpupool_state import KnownDivisions
 from gpupoold.checkpoints.files import read_json
 from gpupoold.checkpoints.survey import why_checkpoint_undivided
 from gpupoold.config.schema import Settings, parse_settings
@@ -38,7 +40,8 @@ async def test_vllm_finds_what_the_dimensions_of_the_text_model_do_not_show(
     path = vision_models["tiny-qwen2.5-vl"]
     config = read_json(path / "config.json")
     assert [one for one in DEGREES if not why_checkpoint_undivided(config, one)] == [1, 2, 4]
-    divisions = Divisions(settings_of(tmp_path), inspector(tmp_path))
+    known = cast(KnownDivisions, AsyncMock())
+    divisions = Divisions(settings_of(tmp_path), inspector(tmp_path), known)
     spec = ModelSpec(ModelName("vision"), "vision", str(path))
     await divisions.check(spec)
     reasons = [divisions.why_not(spec, number) for number in range(len(DEGREES))]

@@ -18,7 +18,6 @@ from gpupoold.control.live_requests import LiveRequest
 from gpupoold.control.requests.core_shell import (
     CoreShell,
     arrived,
-    cut_short,
     device_up,
     memory_changed,
     model_added,
@@ -200,7 +199,7 @@ class WorkerPeer:
     def abort(self, model: str, *request_ids: str) -> None:
         """Cancel requests."""
         self.channel.send(m.AbortRequests(model, list(request_ids)))
-        self.shell.handle(*cut_short(request_ids))
+        self.shell.handle(*(e.Ended(request_id, is_complete=False) for request_id in request_ids))
 
     def run_until_ended(self, *request_ids: str, timeout_s: float = 120.0) -> None:
         """Pump until the requests have ended."""
@@ -277,7 +276,8 @@ class WorkerPeer:
             check_state(self.state)
         elif isinstance(message, m.RequestsFailed):
             self.ended |= dict.fromkeys(message.request_ids, message.message)
-            self.shell.handle(*cut_short(message.request_ids))
+            ended = (e.Ended(request_id, is_complete=False) for request_id in message.request_ids)
+            self.shell.handle(*ended)
         elif isinstance(message, m.Switched):
             self.switches.append(message.switch)
         elif isinstance(message, m.WrongAnswer):

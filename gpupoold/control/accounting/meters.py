@@ -1,7 +1,4 @@
-"""Counters of ``/metrics``, turns, and the use of the GPUs by model, API key and device.
-
-Other modules have further counters, which ``gpupoold.metrics`` reads too.
-"""
+"""Counters of ``/metrics``, turns, and the use of the GPUs by model, API key and device."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple, get_args
 
 from gpupool_state import DeviceMinuteRow, History, UsageRow
@@ -49,10 +47,9 @@ class ModelMeter:
 
 @dataclass(slots=True)
 class DeviceMeter:
-    """A device's counters.
+    """A device's counters; turns are by model, and begin when the model can run.
 
-    ``turns`` and ``turn_seconds`` are by model; a turn begins when its model can run. Each change
-    of the present model counts as one switch, without transfers if all bytes were on the device.
+    Each change of the present model counts as one switch, also without transfers.
     """
 
     turns: Counter[str] = field(default_factory=Counter)
@@ -121,51 +118,40 @@ class DeviceMeter:
 
 
 class Meters:
-    """All models' and all devices' meters."""
+    """All models' and all devices' meters, made when first used."""
 
     def __init__(self) -> None:
-        self.models: dict[str, ModelMeter] = {}
-        self.devices: dict[int, DeviceMeter] = {}
+        self.models: defaultdict[str, ModelMeter] = defaultdict(ModelMeter)
+        self.devices: defaultdict[int, DeviceMeter] = defaultdict(DeviceMeter)
         self.switch_seconds: dict[WeightsSource, Histogram] = {
             source: Histogram() for source in WEIGHTS_SOURCES
         }
 
-    def model(self, name: str) -> ModelMeter:
-        """Return a model's meter, creating the meter if needed."""
-        meter = self.models.get(name)
-        if meter is None:
-            meter = self.models[name] = ModelMeter()
-        return meter
-
-    def device(self, number: int) -> DeviceMeter:
-        """Return a device's meter, creating the meter if needed."""
-        return self.devices.setdefault(number, DeviceMeter())
-
     def arrived(self, message: m.AddRequest, *, is_warm: bool) -> None:
         """Count an admitted request; ``is_warm`` if the model's snapshot is in host memory."""
-        self.model(message.counted_name).prompt_tokens += message.num_prompt_tokens
-        meter = self.model(message.model)
+        self.models[message.counted_name].prompt_tokens += message.num_prompt_tokens
+        meter = self.models[message.model]
         meter.cache_hits += is_warm
         meter.cache_misses += not is_warm
 
     def refused(self, model: str, reason: str) -> None:
         """Count a refused request."""
-        self.model(model).refused[reason] += 1
+        self.models[model].refused[reason] += 1
 
     def switched(self, switch: m.SwitchRecord) -> None:
         """Count a device's switch."""
-        source = self.device(switch.device).switched(switch)
+        source = self.devices[switch.device].switched(switch)
         self.switch_seconds[source].add(switch.total_s)
 
     def turn_ended(self, number: int, message: m.TurnReport) -> None:
         """Count the end of a device's turn."""
-        if self.device(number).turn_ended(message):
+        if self.devices[number].turn_ended(message):
             self.switch_seconds["resident"].add(0.0)
 
     def warmed(self, model: str, numbers: Iterable[int]) -> None:
         """Count a snapshot read or made again, for each of the devices ``numbers``."""
         for number in numbers:
-            self.device(number).warmed(model)
+            self.devices[number].warmed(model)
 
     def forget_others(self, models: Collection[str]) -> None:
         """Drop the meters of all models except ``models``."""
@@ -247,10 +233,8 @@ class UsageMeter:
     The time between two outputs of a device belongs to the requests of the second output. Of the
     time beyond a decode step, each request gets a share in proportion to its prompt, if the output
     has the request's first token; the rest is divided equally. So the seconds of all requests add
-    up to the seconds of all steps. The energy of a minute is divided by the seconds in the minute;
-    the energy of switches and of idle time belongs to no request.
-
-    ``now`` returns wall-clock seconds.
+    up to the seconds of all steps. The energy of a minute is divided by its seconds; the energy of
+    switches and of idle time belongs to no request.
     """
 
     def __init__(self, history: History, now: Callable[[], float] = time.time) -> None:
@@ -280,11 +264,11 @@ class UsageMeter:
         at_s: float,
         decode_s: float,
     ) -> None:
-        """Divide the time of a device's output at ``at_s`` among ``requests``.
+        """Divide the time of a device's output at ``at_s`` among ``requests``, before it is
+        counted.
 
         The device computed since ``since_s`` or its previous output, the later of the two, but not
-        before a request arrived. ``decode_s``: the time of a decode step with these requests. To be
-        called before the tokens are counted.
+        before a request arrived. ``decode_s``: the time of a decode step with these requests.
         """
         if not requests:
             return
@@ -414,9 +398,8 @@ class TurnLog:
     def stepped(self, device: int, outputs: m.StepOutputs) -> None:
         """Count the tokens of a step of the present turn."""
         going = self._of(device)
-        if (
-            going.model != outputs.model
-        ):  # the turn before was cancelled, without a report of the end
+        # A turn that was cancelled ends without a report.
+        if going.model != outputs.model:
             going.model, going.num_tokens = outputs.model, 0
         going.num_tokens += sum(item.num_tokens for item in outputs.progress)
 
@@ -438,11 +421,9 @@ class TurnLog:
 
     def after(self, after_id: int, limit: int) -> list[TurnInfo]:
         """Return the latest ``limit`` turns with larger ids, oldest first."""
-        num_new = self.last_id - max(0, after_id)
-        count = min(num_new, limit, len(self._kept))
-        if count <= 0:
-            return []
-        return list(_last(self._kept, count))
+        num_new = max(0, min(self.last_id - max(0, after_id), limit))
+        # A deque is fast at its ends only.
+        return [*islice(reversed(self._kept), num_new)][::-1]
 
     def _of(self, device: int) -> _Going:
         return self._going.setdefault(device, _Going())
@@ -486,9 +467,3 @@ def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
     sizes = ("weight_bytes", "kv_in_bytes", "kv_out_bytes")
     added = {name: getattr(first, name) + getattr(second, name) for name in (*times, *sizes)}
     return replace(first, late_weight_bytes=second.late_weight_bytes, **added)
-
-
-def _last(turns: deque[TurnInfo], count: int) -> Iterable[TurnInfo]:
-    """Return the last ``count`` turns in order; a deque is fast at its ends only."""
-    found = [turn for turn, _ in zip(reversed(turns), range(count), strict=False)]
-    return reversed(found)

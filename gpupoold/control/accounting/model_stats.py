@@ -56,9 +56,8 @@ class Counts(TimedCounts):
 
     def _add_durations(self, one: Self, other: Self, sign: int = 1) -> None:
         """Set lateness and stages to the sums of two counts."""
-        self.lateness = one.lateness.plus(other.lateness, sign)
-        self.first_token = one.first_token.plus(other.first_token, sign)
-        self.between_tokens = one.between_tokens.plus(other.between_tokens, sign)
+        for name in ("lateness", "first_token", "between_tokens"):
+            setattr(self, name, getattr(one, name).plus(getattr(other, name), sign))
 
     def counts(self) -> dict[str, int]:
         """Return the counts of requests and tokens by name."""
@@ -94,9 +93,7 @@ class ModelStats:
         self._closed = Counts()  # of all closed minutes since the start
         self._hour = Counts()  # of the minutes in _minutes
         self._minutes: deque[Counts | None] = deque([None] * (NUM_MINUTES - 1))
-        self._attainments: list[float | None] | None = (
-            None  # of _minutes, cached after the first use
-        )
+        self._attainments: list[float | None] | None = None  # of _minutes, after the first use
         # Percentiles of the last hour, and the number of tokens up to which the values are valid.
         self._percentiles = Percentiles()
         self._percentiles_hold_to = 0.0
@@ -144,14 +141,10 @@ class ModelStats:
 
     def second_over(self, now_s: float) -> None:
         """Record the number of tokens at ``now_s``; to be called every second."""
-        tokens, in_time = self._tokens()
-        self._seconds.append((now_s, tokens, in_time))
+        self._seconds.append((now_s, *self._tokens()))
 
     def minute_over(self, num_minutes: int = 1) -> Counts:
-        """Return the counts of the present minute, and begin the next minute.
-
-        ``num_minutes`` is greater than 1 if the daemon was asleep for some minutes.
-        """
+        """Return the present minute's counts; of ``num_minutes`` all but one passed asleep."""
         over, self.now = self.now, Counts()
         self._closed.merge(over)
         self.remember([None if over.is_empty else over])
@@ -196,17 +189,13 @@ class ModelStats:
         return self._percentiles
 
     def hour_attainment(self) -> float | None:
-        """Return the share of the last hour's tokens that met their deadline, None without
-        tokens.
-        """
+        """Return the share of the last hour's tokens that were in time, None without tokens."""
         hour, now = self._hour, self.now
         num_tokens = hour.tokens + now.tokens
         return (hour.tokens_in_time + now.tokens_in_time) / num_tokens if num_tokens else None
 
     def attainment_1m(self, now_s: float) -> float | None:
-        """Return the share of the last minute's tokens that met their deadline, None without
-        tokens.
-        """
+        """Return the share of the last minute's tokens that were in time, None without tokens."""
         _, tokens, in_time = self._since(now_s - _NUM_SECONDS)
         all_tokens, all_in_time = self._tokens()
         return (all_in_time - in_time) / (all_tokens - tokens) if all_tokens > tokens else None
@@ -214,13 +203,10 @@ class ModelStats:
     def attainment_minutes(self) -> list[float | None]:
         """Return the attainment of each minute of the last hour, the present minute last.
 
-        Values have four digits, because sixty values for each of a hundred models are most of the
-        data for ``gpupool top``.
+        Values have four digits: these are most of the data for ``gpupool top`` with many models.
         """
         if self._attainments is None:
-            self._attainments = [
-                None if minute is None else _short(minute) for minute in self._minutes
-            ]
+            self._attainments = [*map(_short, self._minutes)]
         return [*self._attainments, _short(self.now)]
 
     def tokens_per_s(self, now_s: float) -> float:
@@ -240,8 +226,8 @@ class ModelStats:
         return self._seconds[0][0] - 1.0 if self._seconds else math.inf, 0, 0
 
 
-def _short(counts: Counts) -> float | None:
-    attainment = counts.attainment
+def _short(counts: Counts | None) -> float | None:
+    attainment = None if counts is None else counts.attainment
     return None if attainment is None else round(attainment, 4)
 
 
@@ -321,11 +307,7 @@ class Minutes:
 
 
 def minutes_of(rows: list[MinuteRow]) -> dict[str, dict[int, Counts]]:
-    """Return rows of the history by model and start of the minute.
-
-    Raises:
-        ValueError: a row is malformed.
-    """
+    """Return rows of the history by model and start of the minute; ValueError for a bad row."""
     found: dict[str, dict[int, Counts]] = {}
     for row in rows:
         found.setdefault(row.model, {}).setdefault(row.minute_at, Counts()).merge(counts_of(row))
@@ -346,11 +328,7 @@ def _row(minute_at: int, model: str, counts: Counts) -> MinuteRow:
 
 
 def counts_of(row: MinuteRow) -> Counts:
-    """Return the counts in a row of the history.
-
-    Raises:
-        ValueError: the row is malformed.
-    """
+    """Return the counts in a row of the history; raise ValueError for a malformed row."""
     return Counts(
         lateness=row.lateness,
         first_token=row.first_token,

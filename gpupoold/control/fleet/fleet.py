@@ -47,11 +47,11 @@ _STATES = {
 class Availability:
     """The ability of a model to serve, and the devices.
 
-    ``devices`` are the numbers of the workers that have the model, also before the API is mounted;
-    ``num_draining`` of these devices are draining. The last engine of a model that ``is_evicted``
-    made place for another engine; a request loads the model again. ``reason`` says why the model
-    has failed or is in quarantine, and ``retry_at_s`` is the time of the next try on the monotonic
-    clock. ``waits_for`` names what is missing for the next step, if anything.
+    ``devices`` have the model, also before the API is mounted, and ``num_draining`` of these drain.
+    The last engine of a model that ``is_evicted`` made place for another engine; a request loads
+    the model again. ``reason`` says why the model has failed or is in quarantine, until
+    ``retry_at_s`` on the monotonic clock. ``waits_for`` names what is missing for the next step, if
+    anything.
     """
 
     phase: ModelPhase
@@ -111,7 +111,6 @@ class Fleet:
         without_snapshots: Iterable[int] = (),
         degrees: Sequence[int] = (),
     ) -> None:
-        """See :class:`DeviceSnapshots` for the arguments."""
         self.hosts = Hosts()
         self.snapshots = DeviceSnapshots(cache, self.hosts, without_snapshots, degrees)
         self.breakers = CircuitBreakers()
@@ -168,12 +167,8 @@ class Fleet:
 
     def asleep(self) -> list[str]:
         """Return the models whose devices all rest."""
-        records, resting = self._records.items(), self.snapshots.resting
-        return [
-            name
-            for name, record in records
-            if record.devices and resting(name) >= {*record.devices}
-        ]
+        devices = ((name, record.devices) for name, record in self._records.items())
+        return [name for name, on in devices if on and self.snapshots.resting(name) >= {*on}]
 
     def num_served(self) -> int:
         """Return the number of models that some device has."""
@@ -234,13 +229,7 @@ class Fleet:
     # Additions and removals.
 
     def propose(self, names: Sequence[str]) -> Proposal:
-        """Reserve the name and the aliases of a model that a client asks to add.
-
-        ``drop_proposal`` releases the names unless the model has been registered.
-
-        Raises:
-            Refused: one of the names is reserved already.
-        """
+        """Reserve the names of a model that a client asks to add, until :meth:`drop_proposal`."""
         for record in self._records.values():
             for name in set(names).intersection(record.names):
                 is_new = record.life.phase is ModelPhase.PROPOSED
@@ -271,7 +260,7 @@ class Fleet:
                 self.loading(row.spec.name)
 
     def remove(self, model: str) -> None:
-        self._move(model, ModelEvent.REMOVE)
+        self._records[model].life.move(ModelEvent.REMOVE)
         self.breakers.reset(model)
         self.snapshots.forget(model)
         del self._records[model]
@@ -286,7 +275,7 @@ class Fleet:
     def loading(self, model: str) -> None:
         """Record that some worker is about to load the model for the first time."""
         if self._records[model].life.phase is ModelPhase.REGISTERED:
-            self._move(model, ModelEvent.LOAD)
+            self._records[model].life.move(ModelEvent.LOAD)
 
     def check_quarantine(self, model: str) -> None:
         """Raise Failed while no worker may load the model."""
@@ -304,7 +293,7 @@ class Fleet:
         self._follow_facts(record)
 
     def unhost(self, model: str, number: int, *, is_evicted: bool = False) -> None:
-        """Remove a device of the model; see ``evict`` for ``is_evicted``."""
+        """Remove a device of the model, which stays open if the last engine ``is_evicted``."""
         record = self._of(model)
         if number in record.devices:
             record.devices.remove(number)
@@ -319,13 +308,6 @@ class Fleet:
         self.snapshots.forget(model)
         record.is_evicted = False
         self._follow_facts(record)
-
-    def evict(self, model: str, number: int) -> None:
-        """Remove a device, whose engine makes place for another model's engine.
-
-        A model without another device stays open: a request loads the model again.
-        """
-        self.unhost(model, number, is_evicted=True)
 
     def lose_device(self, number: int) -> None:
         """Remove a device of all models."""
@@ -356,16 +338,12 @@ class Fleet:
     # Mounts.
 
     def opened(self, model: str) -> None:
-        """Record that the API of a loaded model is mounted: earlier failures are over.
-
-        Has no effect if the model has been quarantined or removed meanwhile.
-        """
+        """Record that a loaded model's API is mounted, unless in quarantine: failures are over."""
         record = self._of(model)
         if self.breakers.reason(model) is not None:
             return
         record.is_mounted, record.failure = True, None
-        phases = (ModelPhase.REGISTERED, ModelPhase.FAILED, ModelPhase.QUARANTINED)
-        if record.life.phase in phases:
+        if record.life.phase in (ModelPhase.REGISTERED, ModelPhase.FAILED, ModelPhase.QUARANTINED):
             record.life.move(ModelEvent.LOAD)
         self._follow_facts(record)
 
@@ -378,10 +356,7 @@ class Fleet:
     # Failures and drains.
 
     def fail(self, model: str, reason: str) -> None:
-        """Record that no device could load the model, or with an open breaker may load the model.
-
-        Has no effect on a model that is not registered.
-        """
+        """Record why no device could, or may, load the model; no effect on an unknown model."""
         record = self._of(model)
         if record.life.phase in _UNKNOWN:
             return
@@ -418,9 +393,6 @@ class Fleet:
         """Return the record of a model; of an unknown model a new record, which is not kept."""
         record = self._records.get(model)
         return _Record.of((model,)) if record is None else record
-
-    def _move(self, model: str, event: ModelEvent) -> None:
-        self._records[model].life.move(event)
 
     def _resume(self, model: str, record: _Record) -> None:
         if self.breakers.is_shut_out(model):

@@ -139,12 +139,7 @@ class Life(Generic[P, E]):
         self._last: deque[tuple[P, E]] = deque(maxlen=_NUM_REMEMBERED)
 
     def move(self, event: E) -> None:
-        """Change the phase.
-
-        Raises:
-            IllegalTransition: the table has no such transition. The message has the subject, the
-                phase, the event and the latest transitions.
-        """
+        """Change the phase, or raise IllegalTransition with the latest transitions."""
         after = self._table.get((self.phase, event))
         if after is None:
             before = "".join(f"{phase.name} -{past.name}-> " for phase, past in self._last)
@@ -160,19 +155,18 @@ NOTHING = EngineMemory()
 _WITH_ENGINE = (HostPhase.LOADED, HostPhase.ATTACHED, HostPhase.UNLOADING)
 
 
-class Host:
+class Host(Life[HostPhase, HostEvent]):
     """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
 
-    ``memory`` is the memory of the model's engine outside the pages, ``load`` the time of its load,
-    ``resident_bytes`` the weights that were on the device before, ``since_s`` the end of the load,
-    ``family`` what a model that takes the engine over must have in common (empty if none can,
-    because of ``why_unshared``), ``why`` the reason for the engine on this worker, and ``options``
-    are the engine's options, None while the engine is being replaced, or if nobody has waited for
-    the end.
+    ``memory`` is the engine's outside the pages, ``load`` the time of its load, ``resident_bytes``
+    the weights that were on the device before, ``since_s`` the end of the load, ``family`` what a
+    model that takes the engine over must have in common (empty if none can, because of
+    ``why_unshared``), ``why`` the reason for the engine on this worker, ``options`` the engine's
+    options, None while it is being replaced, or if nobody has waited for the end.
     """
 
     def __init__(self, model: str, number: int) -> None:
-        self._life = Life(f"{model} on worker {number}", HostPhase.ABSENT, HOST_TRANSITIONS)
+        super().__init__(f"{model} on worker {number}", HostPhase.ABSENT, HOST_TRANSITIONS)
         self.layout_digest = ""
         self.memory = NOTHING
         self.load = LoadStages()
@@ -184,10 +178,6 @@ class Host:
         self.options: Mapping[str, str] | None = {}
 
     @property
-    def phase(self) -> HostPhase:
-        return self._life.phase
-
-    @property
     def is_ordered(self) -> bool:
         """True if the worker has, or will have, the model."""
         return self.phase not in (HostPhase.ABSENT, HostPhase.UNLOADING)
@@ -197,25 +187,14 @@ class Host:
         """True if the model can be restored from an attached snapshot."""
         return self.phase is HostPhase.ATTACHED
 
-    def note(self, event: HostEvent) -> None:
-        """Change the phase."""
-        self._life.move(event)
-
     def loaded(
         self, layout_digest: str, memory: EngineMemory = NOTHING, *, has_snapshot: bool
     ) -> None:
-        """Record the end of a load."""
-        self.note(HostEvent.LOADED)
-        self.layout_digest, self.memory = layout_digest, memory
-        if has_snapshot:
-            self.note(HostEvent.ATTACH)
-
-    def replaced(
-        self, layout_digest: str, memory: EngineMemory = NOTHING, *, has_snapshot: bool
-    ) -> None:
-        """Record that another engine of the loaded model has taken the engine's place."""
+        """Record the end of a load, perhaps of an engine in place of the loaded engine."""
+        if self.phase is HostPhase.LOADING:
+            self.move(HostEvent.LOADED)
         if self.phase is HostPhase.LOADED and has_snapshot:
-            self.note(HostEvent.ATTACH)
+            self.move(HostEvent.ATTACH)
         self.layout_digest, self.memory = layout_digest, memory
 
 
@@ -231,8 +210,7 @@ class Hosts:
         self._firsts: dict[int, str] = {}
         self._kept_bytes: dict[int, int] = {}
         self._kept_engines: dict[int, str] = {}
-        self.families: dict[str, str] = {}
-        """The families of the models as of their latest loads, empty for none."""
+        self.families: dict[str, str] = {}  # of the models' latest loads, empty for none
 
     def of(self, model: str, number: int) -> Host:
         """Return the model's host on a worker, which lasts until the worker ends."""
@@ -310,7 +288,7 @@ class Hosts:
         self._kept_bytes.pop(number, None)
         self._kept_engines.pop(number, None)
         for host in self._hosts.pop(number, {}).values():
-            host.note(HostEvent.LOSE_WORKER)
+            host.move(HostEvent.LOSE_WORKER)
 
 
 class DeviceSnapshots:
@@ -328,9 +306,7 @@ class DeviceSnapshots:
         without_snapshots: Iterable[int] = (),
         degrees: Sequence[int] = (),
     ) -> None:
-        """``without_snapshots`` are the numbers of the simulated devices, ``degrees`` the numbers
-        of GPUs by device; further devices have one.
-        """
+        """``without_snapshots`` are simulated devices, ``degrees`` GPUs by device, by default 1."""
         self._cache = cache
         self._hosts = hosts
         self._without_snapshots = frozenset(without_snapshots)
@@ -362,10 +338,7 @@ class DeviceSnapshots:
         """Return whether all devices that do not rest, and at least one, have the snapshot."""
         awake = [number for number in numbers if number not in self._resting[model]]
         attached = all(self._hosts.of(model, number).has_snapshot for number in awake)
-        cached = all(
-            self._cache.get(snapshot_id) is not None for snapshot_id in self.all_of(model, awake)
-        )
-        return bool(awake) and attached and cached
+        return bool(awake) and attached and all(map(self._cache.get, self.all_of(model, awake)))
 
     def rest(self, model: str, number: int) -> None:
         """Record that a device has no snapshot, while other devices serve the model."""
@@ -385,7 +358,7 @@ class DeviceSnapshots:
     def slots(self, model: str, engines_of: Engines) -> dict[int, list[str]]:
         """Return the models whose engines a model can take over, by device.
 
-        Engines of its family; before a load since the daemon's start, those of its snapshot's
+        These are of its family, or before its first load since the daemon's start of its snapshot's
         layout. A model has no slots where it has an engine.
         """
         family = self._hosts.families.get(model)
@@ -436,21 +409,19 @@ class CircuitBreakers:
 
     def reason(self, model: str) -> str | None:
         """Return why the model may not be loaded, None if closed or half-open."""
-        breaker = self._breakers.get(model)
-        if breaker is None or breaker.state is not _State.OPEN or not breaker.is_blocking:
-            return None
-        return breaker.reason
+        breaker = self._known(model)
+        is_shut = breaker.state is _State.OPEN and breaker.is_blocking
+        return breaker.reason if is_shut else None
 
     def is_shut_out(self, model: str) -> bool:
         """Return whether new workers skip the model: the breaker is open or half-open."""
-        breaker = self._breakers.get(model)
-        return breaker is not None and breaker.is_blocking and breaker.state is not _State.CLOSED
+        breaker = self._known(model)
+        return breaker.is_blocking and breaker.state is not _State.CLOSED
 
     def retry_at_s(self, model: str) -> float | None:
         """Return the time of the next try, None if the model is served."""
-        breaker = self._breakers.get(model)
-        is_closed = breaker is None or breaker.state is _State.CLOSED
-        return None if breaker is None or is_closed else breaker.retry_at_s
+        breaker = self._known(model)
+        return None if breaker.state is _State.CLOSED else breaker.retry_at_s
 
     def record_crash(self, model: str, device: int, death: Death, now_s: float) -> str | None:
         """Record a crash attributed to the model; return the reason if the breaker opens."""
@@ -479,9 +450,7 @@ class CircuitBreakers:
 
     def answered(self, model: str) -> None:
         """Record that a request of the model succeeded: earlier crashes were due to requests."""
-        breaker = self._breakers.get(model)
-        if breaker is not None:
-            breaker.convicted.clear()
+        self._known(model).convicted.clear()
 
     def open(self, model: str, reason: str, now_s: float, *, is_blocking: bool = True) -> str:
         """Open the breaker for a time that grows with each call; return the reason.
@@ -497,8 +466,8 @@ class CircuitBreakers:
 
     def postpone(self, model: str, now_s: float) -> None:
         """Delay the next try because the latest try was inconclusive; no effect otherwise."""
-        breaker = self._breakers.get(model)
-        if breaker is not None and breaker.state is _State.HALF_OPEN:
+        breaker = self._known(model)
+        if breaker.state is _State.HALF_OPEN:
             breaker.state, breaker.retry_at_s = _State.OPEN, now_s + FIRST_WAIT_S
 
     def due(self, now_s: float) -> list[str]:
@@ -515,13 +484,12 @@ class CircuitBreakers:
 
     def is_half_open(self, model: str) -> bool:
         """Return whether the model is being loaded as a trial."""
-        breaker = self._breakers.get(model)
-        return breaker is not None and breaker.state is _State.HALF_OPEN
+        return self._known(model).state is _State.HALF_OPEN
 
     def close(self, model: str, now_s: float) -> bool:
         """Record a successful load; return whether the breaker closes."""
-        breaker = self._breakers.get(model)
-        if breaker is None or breaker.state is _State.CLOSED:
+        breaker = self._known(model)
+        if breaker.state is _State.CLOSED:
             return False
         if breaker.state is _State.OPEN and breaker.is_blocking:
             return False  # the load began before the breaker opened
@@ -532,12 +500,12 @@ class CircuitBreakers:
         """Forget the model's record, after a user's request or the removal of the model."""
         self._breakers.pop(model, None)
 
-    def _of(self, model: str, now_s: float) -> _Breaker:
-        """Return the model's breaker.
+    def _known(self, model: str) -> _Breaker:
+        """Return the model's breaker; without one a new breaker, which is not kept."""
+        return self._breakers.get(model) or _Breaker()
 
-        The wait starts again from the minimum after a time without a crash as long as the last
-        wait, and at least the window.
-        """
+    def _of(self, model: str, now_s: float) -> _Breaker:
+        """Return the model's breaker, whose wait starts again after a long time without a crash."""
         breaker = self._breakers.setdefault(model, _Breaker())
         quiet_s = max(WINDOW_S, breaker.wait_s)
         if breaker.state is _State.CLOSED and now_s - breaker.closed_at_s > quiet_s:

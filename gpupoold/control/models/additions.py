@@ -65,11 +65,7 @@ class Additions(ModelPart):
         self._tasks: dict[str, asyncio.Task[ModelRow]] = {}
 
     async def check(self, request: AddModelRequest) -> AsyncIterator[Progress]:
-        """Find and check a model without adding the model.
-
-        Raises:
-            GpupoolError: the reason of the failing step.
-        """
+        """Find and check a model without adding the model."""
         self._supervisor.check_devices(request.devices)
         await check_names_free(self._registry, (request.name, *request.aliases))
         intake = self._intake(request)
@@ -82,9 +78,6 @@ class Additions(ModelPart):
 
         The model serves from its first device on, and then stays. The last line follows when all
         devices in service that should host the model have loaded the model, or have failed.
-
-        Raises:
-            GpupoolError: the reason of the failing step.
         """
         self._supervisor.check_devices(request.devices)
         names = (request.name, *request.aliases)
@@ -160,10 +153,8 @@ class Additions(ModelPart):
         return await self.find(spec.name)
 
     async def _verify(self, name: str) -> None:
-        """Compare the model's answers amid switches and migrations with undisturbed ones.
-
-        Raises:
-            Failed: an answer differs.
+        """Raise Failed if the model's answers amid switches and migrations differ from undisturbed
+        ones.
         """
         number = min(self._fleet.hosts.engines()[name])
         worker = self._supervisor.workers[number]
@@ -224,9 +215,8 @@ class OngoingAdditions:
     async def detached(
         self, name: str, steps: AsyncIterator[Progress]
     ) -> AsyncGenerator[Progress, None]:
-        """Yield the steps up to the end of the checks; the rest goes on without a reader.
-
-        The last step has the stage ``detached``. A later failure is an event.
+        """Yield the steps up to the end of the checks, then ``detached``; a later failure is an
+        event.
         """
         followed = self.followed(name, steps)
         was_checked = False
@@ -260,7 +250,7 @@ class OngoingAdditions:
 class Intake(ModelPart):
     """A request to add a model, up to the spec of the model to load. Changes no state.
 
-    ``spec`` and ``weight_bytes`` are available after ``steps`` has been exhausted.
+    ``spec`` and ``weight_bytes``, device bytes by the files, are available after ``steps``.
     """
 
     def __init__(
@@ -279,20 +269,16 @@ class Intake(ModelPart):
         secret = read_secret(self._settings.paths.state_dir) if request.peers else ""
         self._peers = Peers(request.peers, secret)
         self.spec: ModelSpec
+        self.weight_bytes = 0
         self._survey: CheckpointSurvey
         self._is_checked = False  # by vLLM's classes, before the weights are downloaded
         self._engine: dict[str, str] = {}
-        self.weight_bytes = 0
-        """Device bytes of the weights, estimated from the files."""
 
     async def steps(self) -> AsyncIterator[Progress]:
         """Resolve the source, check the checkpoint, and download the checkpoint if needed.
 
-        Everything is checked that the small files, the file sizes and the headers of the weights
-        show, before the weights are downloaded. ``check_only`` ends there.
-
-        Raises:
-            GpupoolError: the reason of the failing step.
+        Small files, file sizes and headers of the weights are checked before weights are
+        downloaded; ``check_only`` ends there.
         """
         request = self._request
         self._engine = check_options(request.engine)
@@ -363,18 +349,11 @@ class Intake(ModelPart):
         self._check_host_memory(weight_bytes)
 
     def _largest_device_bytes(self, spec: ModelSpec) -> int:
-        """Return the memory of the largest device in service whose GPUs can divide the model.
-
-        Raises:
-            Unavailable: no such device is in service.
-        """
+        """Return the memory of the largest device in service whose GPUs can divide the model."""
         lacking = self._divisions.lacking(spec)
         workers = [worker for worker in self._supervisor.workers if worker.number not in lacking]
-        sizes = [
-            worker.ready.facts.device_bytes
-            for worker in workers
-            if worker.is_ready and worker.ready
-        ]
+        ready = [worker.ready for worker in workers if worker.is_ready and worker.ready]
+        sizes = [facts.facts.device_bytes for facts in ready]
         if not sizes:
             raise Unavailable(
                 f"no device in service can divide {spec.name} among its GPUs", "see `gpupool ps`"
@@ -382,12 +361,9 @@ class Intake(ModelPart):
         return max(sizes)
 
     def _check_host_memory(self, weight_bytes: int) -> None:
-        """Check that a snapshot fits in the model cache, and in the memory that is free now.
-
-        Devices of another degree rest if there is no room for a snapshot of each degree.
-        """
+        """Check that a snapshot fits in the model cache, and in the memory that is free now."""
         name = self._request.name
-        of = SnapshotId(name)  # whichever degree comes first
+        of = SnapshotId(name)  # whichever degree comes first; other devices may rest
         if self._settings.simulated_host.memory_bytes is not None:
             self._host_budget.check(of, weight_bytes)
         elif any(device.kind != "sim" for device in self._settings.devices):
@@ -435,11 +411,7 @@ async def fetched(
     part: Part = "all",
     peers: Peers | None = None,
 ) -> AsyncIterator[Progress]:
-    """Download a repository to :func:`folder_of`, and yield the progress.
-
-    Raises:
-        GpupoolError: see :meth:`Download.run`.
-    """
+    """Download a repository to :func:`folder_of`, and yield the progress."""
     lines: asyncio.Queue[Progress] = asyncio.Queue()
 
     def report(done_bytes: int, total_bytes: int, bytes_per_s: float | None) -> None:

@@ -86,12 +86,7 @@ class CacheControl(ModelPart):
         return sorted(engines, key=lambda engine: (engine.device, engine.model))
 
     async def set_pinned(self, name: str, is_pinned: bool) -> CachedModel:
-        """Pin or unpin a model's snapshot in host memory, also for later daemons.
-
-        Raises:
-            NoSuchModel: the model is not registered.
-            Refused: the pinned snapshots would exceed the cache.
-        """
+        """Pin or unpin a model's snapshot in host memory, also for later daemons."""
         row = await self.find(name)
         model = row.spec.name
         saved_bytes = await self._saved.sizes()
@@ -106,23 +101,13 @@ class CacheControl(ModelPart):
         return self._view(row, saved_bytes)
 
     async def drop(self, name: str) -> CachedModel:
-        """Drop a model's snapshot from host memory; a saved snapshot stays on disk.
-
-        Raises:
-            NoSuchModel: the model is not registered.
-            Refused: the snapshot is pinned, in use or loading.
-        """
+        """Drop a model's idle snapshot from host memory; a saved snapshot stays on disk."""
         row = await self.find(name)
         await self._host_budget.drop(row.spec.name)
         return self._view(row, await self._saved.sizes())
 
     async def warm(self, name: str) -> CachedModel:
-        """Return when a model's snapshot is in host memory and attached to its workers.
-
-        Raises:
-            NoSuchModel: the model is not registered.
-            GpupoolError: the reason why the snapshot cannot be loaded.
-        """
+        """Return when a model's snapshot is in host memory and attached to its workers."""
         row = await self._lifecycle.warm(name)
         return self._view(row, await self._saved.sizes())
 
@@ -131,13 +116,6 @@ class CacheControl(ModelPart):
 
         The engines stay. ``mode`` decides about live requests: ``refuse`` changes nothing if there
         are any, ``drain`` takes no new requests and waits, ``force`` ends the requests.
-
-        Raises:
-            NoSuchModel: the model is not registered.
-            Refused: the name is a preset's or adapter's; the model has live requests and ``mode``
-                is "refuse", its snapshot is pinned, or another unload or a removal is under way.
-            TimedOut: requests were left after the drain timeout.
-            Failed: a worker does not answer.
         """
         spec = (await self.find(name)).spec
         model = spec.name
@@ -189,11 +167,7 @@ class CacheControl(ModelPart):
         self._saved.shrink(self._cache.last_use_of)
 
     async def check_budget(self, num_bytes: int) -> None:
-        """Check that all pinned snapshots fit into a model cache of ``num_bytes``.
-
-        Raises:
-            Refused: the pinned snapshots do not fit.
-        """
+        """Raise Refused if the pinned snapshots do not fit into a model cache of ``num_bytes``."""
         pinned = await self._pinned(await self._saved.sizes())
         pinned_bytes = sum(pinned.values())
         if pinned_bytes > num_bytes:
@@ -259,6 +233,5 @@ class CacheControl(ModelPart):
 
 
 def _held_bytes(worker: Worker, model: str) -> int:
-    models = worker.status.models if worker.status else []
-    held = [memory for memory in models if memory.model == model]
-    return sum(model.weights_resident_bytes + model.kv_resident_bytes for model in held)
+    held = [each for each in worker.status.models if each.model == model] if worker.status else []
+    return sum(memory.weights_resident_bytes + memory.kv_resident_bytes for memory in held)

@@ -163,11 +163,8 @@ class ModelController(ModelPart):
     async def add(self, name: str, expected_bytes: int) -> None:
         """Return when a model that a client adds is open on a first device.
 
-        The model counts as being added until :meth:`end_addition`.
-
-        Raises:
-            GpupoolError: no device could load the model, or no frontend mount the API; the caller
-                removes the model.
+        The model counts as being added until :meth:`end_addition`; the caller removes a model that
+        fails.
         """
         lane = self._lanes[name]
         lane.is_added, lane.expected_bytes = True, expected_bytes
@@ -180,16 +177,12 @@ class ModelController(ModelPart):
         self._fleet.wake(name)
 
     async def warm(self, name: str) -> None:
-        """Return when the model is open and warm; a model without a device is loaded.
-
-        Raises:
-            GpupoolError: the reason of the failure.
-        """
+        """Return when the model is open and warm; a model without a device is loaded."""
         self._lanes[name].waits.clear()
         await self._wait(name, self._lanes[name].warm)
 
     async def settle(self, name: str) -> list[GpupoolError]:
-        """Return when no step of the model is under way or due; return the failures meanwhile.
+        """Return the failures until no step of the model is under way or due.
 
         Workers that start for the first time are waited for.
         """
@@ -207,21 +200,14 @@ class ModelController(ModelPart):
         return errors
 
     async def remove(self, name: str, reason: str) -> None:
-        """Return when a model has left all devices, and is forgotten with its snapshots.
-
-        Raises:
-            TimedOut: a worker did not answer.
-        """
+        """Return when a model has left all devices, and is forgotten with its snapshots."""
         self.abandon(name, reason)
         await self._wait(name, self._lanes[name].removed)
 
     async def replace(self, name: str, engine: dict[str, str]) -> None:
-        """Return when all engines of a model have the options ``engine``.
+        """Return when all engines of a model have the options ``engine``; a failed try is repeated.
 
         The caller changes the model for a user, and then registers the options.
-
-        Raises:
-            GpupoolError: an engine was not replaced; the next try follows.
         """
         lane = self._lanes[name]
         kept = [wait for wait in lane.waits.items() if not wait[0].startswith(StepKind.REPLACE)]
@@ -240,7 +226,6 @@ class ModelController(ModelPart):
                 task.cancel()
 
     def is_added(self, name: str) -> bool:
-        """Return whether a client adds the model now."""
         return self._lanes[name].is_added
 
     async def stop(self) -> None:

@@ -74,10 +74,7 @@ def is_profiled(row: ModelRow, ready: WorkerReady) -> bool:
 def profiles_of_sibling(
     row: ModelRow, others: Iterable[ModelRow], ready: WorkerReady
 ) -> list[ProfileRow]:
-    """Return the profiles of a model with equal steps on such a device, none if there is none.
-
-    Fine-tunes of one model have the same kernels and shapes.
-    """
+    """Return the profiles of a fine-tune of the same model on such a device, if any."""
     for other in others:
         if is_profiled(other, ready) and have_equal_steps(row.spec, other.spec):
             rows = [profile for profile in other.profiles if profile.device == ready.device_name]
@@ -88,7 +85,7 @@ def profiles_of_sibling(
 def have_equal_steps(one: ModelSpec, other: ModelSpec) -> bool:
     """Return whether two models are fine-tunes of one model with equal settings.
 
-    Reads ``config.json`` of both, which are equal except for names and token ids.
+    The files ``config.json`` are then equal except for names and token ids.
     """
     if any(getattr(one, name) != getattr(other, name) for name in _OF_STEPS):
         return False
@@ -105,10 +102,7 @@ def profile_rows(
     ready: WorkerReady,
     measured_at: float,
 ) -> list[ProfileRow]:
-    """Return the registry's rows for a profiling run: one per fit, and one for switches.
-
-    ``measured_at`` is in wall-clock seconds.
-    """
+    """Return the rows for a profiling run at the wall-clock time: one per fit, one for switches."""
     switch = ProfileRow(
         device=ready.device_name,
         phase=ProfilePhase.SWITCH,
@@ -158,10 +152,8 @@ def latencies_of(profiles: Sequence[ProfileRow]) -> list[StoredLatency]:
 def latency_model_of(row: ModelRow, device: str | None = None) -> LatencyModel | None:
     """Return the latency model of a registered model on a kind of device, None while unknown.
 
-    ``device`` is a worker's ``ready.device_name``, by default the device measured last.
-
-    Raises:
-        LatencyError: the stored profile has an unknown form.
+    ``device`` is a worker's ``ready.device_name``, by default the device measured last. Raises
+    LatencyError if the stored profile has an unknown form.
     """
     stored = latency_on(row.profiles, device)
     return None if stored is None else stored.model()

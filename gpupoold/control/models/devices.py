@@ -80,11 +80,9 @@ class EngineRoom(ModelPart):
     ) -> Sequence[HostingDevice]:
         """Return the devices; those too small for ``weight_bytes`` only if there are no others."""
         workers = self._supervisor.workers
-        large = [
-            device
-            for device in devices
-            if (ready := workers[device.number].ready) and ready.facts.device_bytes > weight_bytes
-        ]
+        workers = self._supervisor.workers
+        ready = [(device, workers[device.number].ready) for device in devices]
+        large = [each for each, up in ready if up and up.facts.device_bytes > weight_bytes]
         return large or devices
 
     def device(self, worker: Worker) -> HostingDevice:
@@ -111,6 +109,7 @@ class EngineRoom(ModelPart):
         name = row.spec.name
         workers = [worker for worker in self._supervisor.workers if worker.ready is not None]
         is_asked = bool(self._dispatcher.live.num_of(name))
+        deadlines_s = [request.next_deadline_s for request in self._urgent(name)]
         return HostingModel(
             name,
             frozenset(row.spec.devices),
@@ -121,12 +120,9 @@ class EngineRoom(ModelPart):
             undivided=self.divisions.lacking(row.spec),
             layouts={worker.number: self._layout_of(name, worker) for worker in workers},
             family=self._fleet.hosts.family_of(name),
-            slack_s=math.inf if now_s is None else slack_of(self._deadlines_s(name), now_s),
+            slack_s=math.inf if now_s is None else slack_of(deadlines_s, now_s),
             is_starving=now_s is not None and self._is_starving(name, now_s),
         )
-
-    def _deadlines_s(self, name: str) -> list[float]:
-        return [request.next_deadline_s for request in self._urgent(name)]
 
     def _is_starving(self, name: str, now_s: float) -> bool:
         """Return whether a model with requests has waited longest, and long, for an engine."""
@@ -153,10 +149,7 @@ class EngineRoom(ModelPart):
         """Return when idle engines have made place; the caller holds the worker's load lock.
 
         With ``beside_itself`` the model's present engine stays until the other has been loaded.
-
-        Raises:
-            EnginesFull: the other engines may not leave.
-            NoSuchModel: the model has been removed.
+        Raises EnginesFull if the other engines may not leave.
         """
         row = await self._registry.get(name)
         if row is None:
@@ -173,8 +166,7 @@ class EngineRoom(ModelPart):
     async def settle(self, name: str, worker: Worker, reason: HostingReason) -> None:
         """Let other engines make place if a loaded engine is larger than expected.
 
-        Raises:
-            EnginesFull: the other engines may not leave; the caller unloads the engine.
+        Raises EnginesFull if they may not leave; the caller unloads the engine.
         """
         memory = self._fleet.hosts.of(name, worker.number).memory
         model = HostingModel(name, need_bytes={worker.number: memory.device_bytes})
@@ -191,10 +183,8 @@ class EngineRoom(ModelPart):
         return not is_asked and name in self._fleet.hosts.engines_on(number)
 
     def why_none(self, row: ModelRow) -> GpupoolError:
-        """Return why no device can load the model: memory, with the arithmetic, or service.
-
-        Raises:
-            Refused: no device can divide the model.
+        """Return why no device can load the model: memory, with the arithmetic, service, or
+        division.
         """
         if any(self.model(row).allows(device.number) for device in self.devices()):
             return self.refusal(row)
@@ -208,11 +198,9 @@ class EngineRoom(ModelPart):
     def refusal(self, row: ModelRow) -> EnginesFull:
         """Return why no device can host the model, with the arithmetic."""
         devices = [device for device in self.devices() if self.model(row).allows(device.number)]
-        texts = [
-            _arithmetic(device, self._need_bytes(row, self._supervisor.workers[device.number]))
-            for device in devices
-        ]
-        return _full(row.spec.name, "; ".join(texts))
+        workers = self._supervisor.workers
+        needs = [self._need_bytes(row, workers[device.number]) for device in devices]
+        return _full(row.spec.name, "; ".join(map(_arithmetic, devices, needs)))
 
     async def plan_homes(self) -> None:
         """Tell the scheduling core which devices could host which models."""
@@ -275,9 +263,8 @@ class EngineRoom(ModelPart):
         return "" if snapshot is None else snapshot.digest
 
     async def _layout_of_sibling(self, row: ModelRow, worker: Worker) -> str:
-        """Return the layout of a fine-tune of the same model with an engine on the worker.
-
-        The worker compares layouts when it has read the model.
+        """Return the layout of a fine-tune's engine on the worker, which compares layouts at the
+        load.
         """
         engines = self._fleet.hosts.engines_on(worker.number)
         for other in await self._registry.list():

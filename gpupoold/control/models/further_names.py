@@ -53,14 +53,7 @@ class Presets(ModelPart):
         self._inspector = inspector
 
     async def add(self, request: AddPresetRequest) -> ModelRow:
-        """Add a preset; return its model.
-
-        Raises:
-            NoSuchModel: the model is not registered.
-            Refused: the name is taken.
-            UsageError: a default has a wrong name or value.
-            GpupoolError: the frontends' reason; the preset is not added.
-        """
+        """Add a preset; return its model. No preset is added if a frontend cannot mount the API."""
         check_defaults(request.defaults)
         preset = Preset(request.name, request.defaults, request.ttft_s, request.tbt_s)
         await check_names_free(self._registry, (preset.name,))
@@ -77,11 +70,7 @@ class Presets(ModelPart):
         return row
 
     async def remove(self, name: str) -> ModelRow:
-        """Remove a preset; requests under way continue.
-
-        Raises:
-            NoSuchModel: no preset has this name.
-        """
+        """Remove a preset; requests under way continue."""
         model = (await self.find(name)).spec.name
         async with self._fleet.alone(model, beside_steps=True):
             spec = (await self.find(name)).spec
@@ -96,9 +85,7 @@ class Presets(ModelPart):
 def check_defaults(defaults: Mapping[str, Any]) -> None:
     """Check names and sizes of a preset's defaults; vLLM's classes check the values further.
 
-    Raises:
-        UsageError: a name is malformed or belongs to single requests; there is too much text.
-        Refused: a value is no JSON that each process can hold.
+    Raises UsageError, or Refused for a value that is no JSON.
     """
     if len(defaults) > MAX_DEFAULTS:
         raise UsageError(f"a preset has more than {MAX_DEFAULTS} defaults", "set fewer fields")
@@ -152,9 +139,6 @@ class ModelAdapters(ModelPart):
         """Find, check and add an adapter; with ``check_only`` the adapter is not added.
 
         An engine that does not take the adapter is replaced first; its requests go on.
-
-        Raises:
-            GpupoolError: the reason of the failing step; the adapter is not added.
         """
         await check_names_free(self._registry, (request.name,))
         proposal = self._fleet.propose((request.name,))
@@ -216,13 +200,7 @@ class ModelAdapters(ModelPart):
         )
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
-        """Remove an adapter; its base stays as before.
-
-        Raises:
-            NoSuchModel: no adapter has this name.
-            Refused: the adapter has live requests and ``mode`` is "refuse".
-            TimedOut: requests were left after the drain timeout.
-        """
+        """Remove an adapter; its base stays as before."""
         row = await self.find(name)
         if not isinstance(row.spec.further_named(name), Adapter):
             raise NoSuchModel(f"no adapter is named {name!r}", "see `gpupool list`")

@@ -55,11 +55,7 @@ class Inspector:
     async def survey(
         self, path: Path, dtype: str, engine: Mapping[str, str], *, may_be_remote: bool = False
     ) -> CheckpointSurvey:
-        """Read and check the files of a checkpoint.
-
-        Raises:
-            GpupoolError: the reason why the checkpoint is refused, or why it was not read.
-        """
+        """Read and check the files of a checkpoint."""
         security = self._settings.security
         order = m.Survey(
             str(path),
@@ -72,20 +68,12 @@ class Inspector:
         return decoded((await self._answer(str(path), order)).result, CheckpointSurvey)
 
     async def survey_adapter(self, path: Path, base: Path) -> AdapterFacts:
-        """Read and check the files of an adapter for the checkpoint ``base``.
-
-        Raises:
-            GpupoolError: the reason why the adapter is refused, or why it was not read.
-        """
+        """Read and check the files of an adapter for the checkpoint ``base``."""
         order = m.SurveyAdapter(str(path), str(base), self._settings.security.allow_pickle)
         return decoded((await self._answer(str(path), order)).result, AdapterFacts)
 
     async def parsers(self, spec: ModelSpec) -> FoundParsers:
-        """Return the parsers and the chat template of a model.
-
-        Raises:
-            GpupoolError: the files could not be read in time.
-        """
+        """Return the parsers and the chat template of a model."""
         order = m.FindParsers(spec.path, spec.engine)
         return decoded((await self._answer(spec.name, order)).result, FoundParsers)
 
@@ -94,19 +82,12 @@ class Inspector:
 
         Simulated devices accept all models with a usable chat template. Return the ``degrees`` of
         groups of GPUs that cannot divide the model, with the reason.
-
-        Raises:
-            GpupoolError: the reason why the model cannot be served.
         """
         has_engines = any(device.kind != "sim" for device in self._settings.devices)
         return await self._inspect(spec, degrees, only_chat=not has_engines)
 
     async def check_chat(self, spec: ModelSpec) -> None:
-        """Check a model's files, tokenizer and chat template, unless checked as they are now.
-
-        Raises:
-            GpupoolError: the reason why conversations cannot be rendered.
-        """
+        """Check a model's files, tokenizer and chat template, unless checked as they are now."""
         now = await asyncio.to_thread(_chat_of, spec)
         if now is None or self._checked.get(spec.name) != now:
             await self._inspect(spec, only_chat=True)
@@ -191,20 +172,16 @@ async def _end_beyond(child: Child[m.Inspected], num_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """The degrees that cannot divide a model of this checkpoint and these options, and why.
-
-    ``by_vllm`` are the degrees whose reasons are vLLM's.
-    """
+    """The degrees that cannot divide a model with these options, and why; or why by vLLM."""
 
     path: str
     engine: dict[str, str]
     reasons: dict[int, str] = field(default_factory=dict)
     by_vllm: set[int] = field(default_factory=set)
 
-    def add(self, reasons: Mapping[int, str]) -> None:
-        """Add reasons of vLLM."""
-        self.reasons.update(reasons)
-        self.by_vllm.update(reasons)
+    def add(self, reasons_of_vllm: Mapping[int, str]) -> None:
+        self.reasons.update(reasons_of_vllm)
+        self.by_vllm.update(reasons_of_vllm)
 
 
 class Divisions:
@@ -215,9 +192,7 @@ class Divisions:
     this version of vLLM said.
     """
 
-    def __init__(
-        self, settings: Settings, inspector: Inspector, known: KnownDivisions | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, inspector: Inspector, known: KnownDivisions) -> None:
         self._degrees = [device.num_gpus for device in settings.devices]
         self._inspector = inspector
         self._judged: dict[str, _Judged] = {}
@@ -227,8 +202,7 @@ class Divisions:
 
     async def restore(self) -> None:
         """Recall what vLLM said in earlier lives of the daemon."""
-        if self._known is not None:
-            self._earlier = await self._known.of_version(self._engine_version)
+        self._earlier = await self._known.of_version(self._engine_version)
 
     def said(self, spec: ModelSpec) -> dict[int, str]:
         """Return what vLLM said of a model with these options, by degree."""
@@ -238,13 +212,12 @@ class Divisions:
     async def keep(self, spec: ModelSpec, said: Mapping[int, str] | None = None) -> None:
         """Store what vLLM said of a registered model with these options, now or earlier."""
         self._judgement(spec).add(said or {})
-        if self._known is not None:
-            await self._known.replace(spec.name, self._engine_version, self.said(spec))
+        await self._known.replace(spec.name, self._engine_version, self.said(spec))
 
     def why_not(self, spec: ModelSpec, device: int) -> str:
         """Return why a device cannot divide a model; empty if the device can."""
         degree = self._degrees[device]
-        return "" if degree == 1 else self._reasons(spec).get(degree, "")
+        return "" if degree == 1 else self._judgement(spec).reasons.get(degree, "")
 
     def lacking(self, spec: ModelSpec) -> frozenset[int]:
         """Return the devices that cannot divide a model."""
@@ -252,10 +225,8 @@ class Divisions:
         return frozenset(number for number in numbers if self.why_not(spec, number))
 
     def require_one(self, spec: ModelSpec) -> None:
-        """Check that a device can host the model, or each device that was chosen by hand.
-
-        Raises:
-            Refused: the reasons of the devices.
+        """Raise Refused if no device can divide a model, or a device that was chosen by hand
+        cannot.
         """
         lacking = self.lacking(spec)
         numbers = spec.devices or range(len(self._degrees))
@@ -274,10 +245,7 @@ class Divisions:
         )
 
     async def note(self, spec: ModelSpec, device: int, reason: str) -> bool:
-        """Record that a group's worker refused a model; no effect for single GPUs.
-
-        Return whether another device may still host the model.
-        """
+        """Record a group's refusal of a model; return whether another device may host the model."""
         if self._degrees[device] == 1:
             return False
         self._judgement(spec).add({self._degrees[device]: reason})
@@ -286,28 +254,16 @@ class Divisions:
         return not self.lacking(spec).issuperset(numbers)
 
     async def look(self, spec: ModelSpec) -> None:
-        """Read a model's dimensions again.
-
-        Raises:
-            Refused: as of :meth:`require_one`.
-        """
+        """Read a model's dimensions again; raise Refused as :meth:`require_one`."""
         self._judged[spec.name] = await asyncio.to_thread(self._judge, spec)
         self.require_one(spec)
 
     async def check(self, spec: ModelSpec) -> None:
-        """Check a model's options and small files for the configured devices.
-
-        Raises:
-            GpupoolError: the model cannot be served.
-            Refused: as of :meth:`require_one`.
-        """
+        """Check a model's options and small files for the configured devices."""
         judged = self._judgement(spec)
         degrees = set(self._degrees) - {1}
         judged.add(await self._inspector.check(spec, sorted(degrees.difference(judged.reasons))))
         self.require_one(spec)
-
-    def _reasons(self, spec: ModelSpec) -> dict[int, str]:
-        return self._judgement(spec).reasons
 
     def _judgement(self, spec: ModelSpec) -> _Judged:
         judged = self._judged.get(spec.name)

@@ -46,11 +46,7 @@ LOAD_GRACE_S = 20.0
 
 
 def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the options after ``changes``, in which None removes an option.
-
-    Raises:
-        UsageError: see :func:`check_options`.
-    """
+    """Return the checked options after ``changes``, in which None removes an option."""
     names = check_options({name: value or "" for name, value in changes.items()})
     merged = {**present, **dict(zip(names, changes.values(), strict=True))}
     return check_options({name: value for name, value in merged.items() if value is not None})
@@ -60,9 +56,6 @@ class ModelLifecycle(ModelPart, RequestListener):
     """A user's operations on models, by name or alias, while serving continues.
 
     The dispatcher reports what models need for their requests.
-
-    ``frontend_up``, ``controller.worker_up`` and ``worker_down`` handle starts and ends of
-    processes; ``controller.check`` is to be called every second.
     """
 
     def __init__(
@@ -73,7 +66,6 @@ class ModelLifecycle(ModelPart, RequestListener):
         cache: SnapshotCache,
         inspector: Inspector,
     ) -> None:
-        """Wire the parts together; each part gets only finished parts."""
         super().__init__(parts)
         self.inspector = inspector
         self.ongoing = OngoingAdditions(parts.history)
@@ -107,7 +99,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         model = answer.model
         text = f"the self-check answered {list(answer.answered)}, not {list(answer.expected)}"
         self._history.record_event("error", "self_check_failed", model, text)
-        self._dispatcher.accounts.meters.model(model).self_check_failures += 1
+        self._dispatcher.accounts.meters.models[model].self_check_failures += 1
         self._dispatcher.fail_model(
             model, f"the weights of {model} were damaged; the model is reloaded"
         )
@@ -143,10 +135,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         await self.snapshots.host_budget.stop()
 
     def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
-        """Add a model, or only check; see :class:`Additions`.
-
-        With ``detach`` the addition goes on after the end of the iteration.
-        """
+        """Add a model, or only check; with ``detach`` the addition goes on without a reader."""
         if request.check_only:
             return self._additions.check(request)
         follow = self.ongoing.detached if request.detach else self.ongoing.followed
@@ -157,12 +146,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         return self.ongoing.followed(request.name, self.adapters.add(request))
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
-        """Change targets, aliases and options of a model while the model serves.
-
-        Raises:
-            Refused: the name is a preset's or adapter's.
-            GpupoolError: see ``Registry.update``, or why the options are not changed.
-        """
+        """Change targets, aliases and options of a model while the model serves."""
         spec = (await self.find(name)).spec
         check_own_model(spec, name, "options")
         async with self._fleet.alone(spec.name, beside_steps=not request.engine):
@@ -189,14 +173,7 @@ class ModelLifecycle(ModelPart, RequestListener):
             return row
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
-        """Remove a model, preset or adapter; see also :meth:`Presets.remove` and
-        :meth:`ModelAdapters.remove`.
-
-        Raises:
-            NoSuchModel: there is no such name.
-            Refused: the model has live requests or adapters and ``mode`` is "refuse".
-            TimedOut: requests were left after the drain timeout.
-        """
+        """Remove a model, preset or adapter."""
         row = await self.find(name)
         match row.spec.further_named(name):
             case Adapter():
@@ -227,27 +204,14 @@ class ModelLifecycle(ModelPart, RequestListener):
             self._supervisor.end_loads(name, reason)
 
     async def warm(self, name: str) -> ModelRow:
-        """Restore a model's snapshot to host memory, and load the model on workers without an
-        engine.
-
-        A model in quarantine is tried too.
-
-        Raises:
-            NoSuchModel: the model is not registered.
-            GpupoolError: the reason of the failure.
-        """
+        """Return when a model is loaded and warm; a model in quarantine is tried too."""
         row = await self.find(name)
         self._fleet.breakers.reset(row.spec.name)
         await self.controller.warm(row.spec.name)
         return await self.find(name)
 
     async def _set_engine(self, old: ModelSpec, engine: dict[str, str]) -> ModelSpec:
-        """Change the options of the model's engines and API; after a failure the earlier hold.
-
-        Raises:
-            Refused: a device of the model cannot divide the model with these options.
-            GpupoolError: the reason of a worker or of the frontends.
-        """
+        """Change the options of the model's engines and API; after a failure the earlier hold."""
         _check_takes_adapters(old, engine)
         new, divisions = replace(old, engine=engine), self.room.divisions
         known = divisions.said(old)
@@ -297,14 +261,8 @@ class ModelLifecycle(ModelPart, RequestListener):
     async def place(self, name: str, devices: Sequence[int]) -> ModelRow:
         """Choose the devices of a model by hand, or give the choice back with no devices.
 
-        Requests on other devices continue on the chosen devices.
-
-        Raises:
-            NoSuchModel: the model is not registered.
-            UsageError: there is no such device.
-            Refused: a chosen device cannot divide the model; nothing has changed.
-            GpupoolError: no chosen device could load the model, or a device could not; the choice
-                holds, and the load is retried.
+        Requests on other devices continue on the chosen devices. The choice holds, and the load is
+        retried, also if a device could not load the model.
         """
         self._supervisor.check_devices(devices)
         model = (await self.find(name)).spec.name
@@ -338,13 +296,6 @@ class ModelLifecycle(ModelPart, RequestListener):
         return self.room.refusal(row)
 
     async def _remove(self, name: str, mode: RemoveMode) -> ModelRow:
-        """Remove a model.
-
-        Raises:
-            NoSuchModel: the model is not registered.
-            Refused: the model has live requests or adapters and ``mode`` is "refuse".
-            TimedOut: requests were left after the drain timeout.
-        """
         row = await self.find(name)
         model = row.spec.name
         if not self._fleet.knows(model):

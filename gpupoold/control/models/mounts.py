@@ -56,11 +56,7 @@ class ModelMounts(ModelPart):
                 self._frontends.send(now)
 
     async def remount(self, spec: ModelSpec) -> None:
-        """Apply the changed names of a model: to the fleet, the mounted API and the list.
-
-        Raises:
-            GpupoolError: the frontends' reason; the list is not published.
-        """
+        """Apply the changed names of a model: to the fleet, the mounted API and the list."""
         self._fleet.changed(spec)
         await self.mount(spec.name)
         await self.publish()
@@ -70,9 +66,6 @@ class ModelMounts(ModelPart):
 
         The frontends get the state first, and the answer to the mount confirms the state: a client
         that reads ``ready`` can use the model.
-
-        Raises:
-            GpupoolError: the frontends' reason, or the model is in quarantine.
         """
         async with self._in_turn:
             if self._fleet.breakers.close(name, time.monotonic()):
@@ -90,11 +83,7 @@ class ModelMounts(ModelPart):
             await self._registry.set_state(name, ModelState.READY)
 
     async def mount(self, name: str) -> None:
-        """Mount or remount the API of a model, if loaded, on all frontends.
-
-        Raises:
-            GpupoolError: the frontends' reason, or that of a check of the chat template.
-        """
+        """Mount or remount the API of a model, if loaded, on all frontends."""
         if self._fleet.loaded(name) is not None:
             async with self._in_turn:
                 await self._mount(name)

@@ -22,10 +22,9 @@ class Parking(ModelPart):
     """Parks and wakes devices, by hand and after ``idle.park_after``.
 
     A parked device has given its memory and its context back; the weights stay in the model cache.
-    Its models count as evicted, so a request of such a model loads the model again: on another
-    device that has memory, else on a device that is woken. While requests wait although every
-    device in service is full, further devices are woken. While a model is being added, idle devices
-    stay, since a device that was large enough in a check must be there for the load.
+    Its models count as evicted: a request loads the model on another device that has memory, else
+    on a device that is woken. Further devices are woken while requests wait and all are full. While
+    a model is being added, idle devices stay: the device that was checked must be there.
     """
 
     def __init__(self, parts: ControlParts, additions: OngoingAdditions) -> None:
@@ -41,22 +40,16 @@ class Parking(ModelPart):
         is_parking = self._parking is not None and not self._parking.done()
         if limit_s and not is_parking:
             idle = [] if self._additions.are_under_way else self._idle(self._supervisor.workers)
-            since_s = {
+            self._idle_since_s = since_s = {
                 worker.number: self._idle_since_s.get(worker.number, now_s) for worker in idle
             }
-            self._idle_since_s = since_s
             due = [number for number, at_s in since_s.items() if now_s - at_s >= limit_s]
             if due:
                 self._parking = asyncio.create_task(self._park_idle(due[0]), name="park")
         self._wake_for_waiting(now_s)
 
     async def park(self, number: int, why: str = "by hand") -> None:
-        """Park a device without requests; no effect on a parked device.
-
-        Raises:
-            UsageError: there is no such device.
-            Refused: the device has requests, is loading, or is not ready.
-        """
+        """Park a device without requests; no effect on a parked device."""
         worker = self._worker(number)
         if worker.state == "parked":
             return
@@ -74,11 +67,7 @@ class Parking(ModelPart):
         self._history.record_event("info", "device_parked", str(number), why)
 
     def wake(self, number: int, why: str = "by hand") -> None:
-        """Wake a parked device; no effect on others.
-
-        Raises:
-            UsageError: there is no such device.
-        """
+        """Wake a parked device; no effect on others."""
         if self._worker(number).state == "parked":
             self._supervisor.wake(number)
             self._history.record_event("info", "device_woken", str(number), why)
@@ -99,18 +88,15 @@ class Parking(ModelPart):
 
     def _idle(self, workers: Sequence[Worker]) -> list[Worker]:
         """Return the ready workers without requests and loads, present or coming."""
-        ready = [
-            worker
-            for worker in workers
-            if worker.is_ready and worker.has_loaded and not worker.num_loads
-        ]
+        ready = [each for each in workers if each.is_ready and each.has_loaded]
         nums = self._dispatcher.nums_of_requests([worker.number for worker in ready])
-        idle = [worker for worker, num in zip(ready, nums, strict=True) if not num]
-        waiting = {
-            request.model for request in self._dispatcher.live.all() if request.device is None
-        }
-        engines_on = self._fleet.hosts.engines_on
-        return [worker for worker in idle if waiting.isdisjoint(engines_on(worker.number))]
+        waiting = {each.model for each in self._dispatcher.live.all() if each.device is None}
+        return [
+            worker
+            for worker, num in zip(ready, nums, strict=True)
+            if not (num or worker.num_loads)
+            and waiting.isdisjoint(self._fleet.hosts.engines_on(worker.number))
+        ]
 
     def wanted(self, model: str) -> None:
         """Wake a device for a model that no device in service can load."""

@@ -51,11 +51,7 @@ class ModelPart:
         self._supervisor = parts.supervisor
 
     async def find(self, name: str) -> ModelRow:
-        """Return the model of this name or alias.
-
-        Raises:
-            NoSuchModel: there is none; the registered names are in the hint.
-        """
+        """Return the model of a name or alias, or raise NoSuchModel with the registered names."""
         row = await self._registry.get(name)
         if row is None:
             names = ", ".join(row.spec.name for row in await self._registry.list())
@@ -71,11 +67,7 @@ class ModelPart:
             )
 
     async def _wait_idle(self, model: str) -> None:
-        """Return when a model or adapter has no live requests.
-
-        Raises:
-            TimedOut: requests are left after ``limits.drain_timeout``.
-        """
+        """Return when a model or adapter has no live requests; TimedOut after the drain timeout."""
         limit_s, loop = self._settings.limits.drain_timeout_s, asyncio.get_running_loop()
         deadline_s = loop.time() + limit_s
         while num_live := self._num_live(model):
@@ -110,11 +102,7 @@ def kind_of(spec: ModelSpec, name: str) -> str:
 
 
 def check_own_model(spec: ModelSpec, name: str, what: str) -> None:
-    """Check that ``name`` is no preset or adapter: these share the engine and memory of a model.
-
-    Raises:
-        Refused: ``name`` is a preset or adapter, and has no ``what`` of its own.
-    """
+    """Raise Refused for a preset or adapter, which has no ``what`` of its own but a model's."""
     if spec.further_named(name) is not None:
         raise Refused(
             f"{name} is {kind_of(spec, name)} and has no {what} of its own",

@@ -66,11 +66,7 @@ class Performer(ModelPart):
         self._cleaning: set[asyncio.Task[None]] = set()
 
     async def perform(self, row: ModelRow, step: ModelStep, expected_bytes: int) -> None:
-        """Carry out a step; an engine's snapshot has about ``expected_bytes``.
-
-        Raises:
-            GpupoolError: the reason of the failure.
-        """
+        """Carry out a step; an engine's snapshot has about ``expected_bytes``."""
         match step.kind:
             case StepKind.LOAD:
                 await self._load(row, step, expected_bytes)
@@ -112,11 +108,6 @@ class Performer(ModelPart):
         """Load on one worker, unless the worker has the model.
 
         A new snapshot takes about ``expected_bytes``, for which other snapshots are evicted.
-
-        Raises:
-            CacheFull: too few snapshots can be evicted now.
-            EnginesFull: too few engines can be evicted for the step's reason.
-            GpupoolError: the worker's reason.
         """
         name, worker = row.spec.name, self._supervisor.workers[step.number]
         was_cached = self._snapshots.has_any(name)
@@ -260,12 +251,8 @@ class Performer(ModelPart):
             _logger.error("%s", error)
 
     async def _reload(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """Replace the model's engine on a worker, using the snapshot if present.
-
-        The caller holds the model's snapshots.
-
-        Raises:
-            GpupoolError: the worker's reason; the worker no longer has the model.
+        """Replace the model's engine on a worker, using the snapshot, which the caller holds, if
+        present.
         """
         try:
             await self._supervisor.unload(worker, spec.name)
@@ -275,8 +262,7 @@ class Performer(ModelPart):
             raise
 
     async def _replace(self, row: ModelRow, worker: Worker, reason: HostingReason) -> None:
-        """Build an engine with the model's options beside the present engine, which serves
-        meanwhile.
+        """Build an engine with the model's options beside the present engine, which serves on.
 
         Then the worker's requests go on in the new engine, after the tokens that their clients
         have.
@@ -316,10 +302,8 @@ class Performer(ModelPart):
         _logger.info("%s is warm after %.2f s", model, time.monotonic() - began_s)
 
     async def _bring(self, row: ModelRow, degree: int) -> None:
-        """Attach the snapshot of a degree to all workers with the model.
-
-        Raises:
-            CacheFull: there is no memory for the snapshot; the engines stay.
+        """Attach the snapshot of a degree to all workers with the model; CacheFull leaves all as
+        is.
         """
         model, size = row.spec.name, row.weight_bytes
         workers = self._workers_of(model, degree)
@@ -470,8 +454,7 @@ def _closing(fd: int | None) -> Iterator[contextlib.ExitStack]:
 class Failures(ModelPart):
     """Records failures of models and crashes of workers, and the times of the next tries.
 
-    Crashes of workers are attributed to models here. A model with an open circuit breaker is in
-    quarantine: the controller takes the model off the workers.
+    The controller takes a model with an open circuit breaker, in quarantine, off the workers.
     """
 
     def __init__(self, parts: ControlParts) -> None:
@@ -479,9 +462,7 @@ class Failures(ModelPart):
         self._unclear: dict[str, tuple[int, Death]] = {}  # the latest crash of each model
 
     async def not_loaded(self, model: str, error: GpupoolError) -> None:
-        """Record that a worker could not load a model; without another worker the model has
-        failed.
-        """
+        """Record a failed load; a model without another worker has failed."""
         if not self._fleet.knows(model):
             return  # removed meanwhile
         self._history.record_event("error", "model_failed", model, str(error))
@@ -554,7 +535,7 @@ class Failures(ModelPart):
         """End the model's requests; the controller takes the model off all workers."""
         text = self._with_time(model, reason)
         self._history.record_event("error", "model_quarantined", model, text)
-        self._dispatcher.accounts.meters.model(model).quarantines += 1
+        self._dispatcher.accounts.meters.models[model].quarantines += 1
         self._dispatcher.fail_model(model, f"{model} is in quarantine, because the model {reason}")
         self._fleet.fail(model, text)
         self._dispatcher.forget(model)

@@ -103,13 +103,7 @@ class ModelSnapshots(ModelPart):
         return _whole_pages(expected_bytes, workers[0]) if workers else expected_bytes
 
     async def reserve(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """Reserve host memory for the model's snapshot for a worker, unless present.
-
-        The caller holds the snapshot.
-
-        Raises:
-            CacheFull: see :meth:`HostMemoryBudget.reserve`.
-        """
+        """Reserve host memory for a worker's snapshot, which the caller holds, unless present."""
         if worker.ready is None or self.is_at_hand(spec.name, worker):
             return
         num_bytes = await self._look_up(spec, worker) or _whole_pages(expected_bytes, worker)
@@ -122,9 +116,6 @@ class ModelSnapshots(ModelPart):
         """Return the model's snapshot for a worker, reading the disk if needed.
 
         If the result is None, the worker must make the snapshot; host memory is then reserved.
-
-        Raises:
-            CacheFull: too few snapshots can be evicted now.
         """
         if worker.device.kind == "sim" or worker.ready is None:
             return None
@@ -135,14 +126,7 @@ class ModelSnapshots(ModelPart):
         return snapshot
 
     async def read(self, spec: ModelSpec, worker: Worker) -> CachedSnapshot | None:
-        """Read the model's snapshot for a worker from disk into the cache; return None if there is
-        none.
-
-        The caller holds the snapshot.
-
-        Raises:
-            CacheFull: too few snapshots can be evicted now.
-        """
+        """Read the snapshot, held by the caller, from disk into the cache; None without a file."""
         num_bytes = await self._look_up(spec, worker)
         if num_bytes is None:
             return None
@@ -181,11 +165,7 @@ class ModelSnapshots(ModelPart):
     async def keep(
         self, fd: int, worker: Worker, loaded: m.ModelLoaded, given: CachedSnapshot | None
     ) -> None:
-        """Keep the snapshot from a worker; ``given`` is the snapshot sent with the load, or None.
-
-        Raises:
-            CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
-        """
+        """Keep the snapshot from a worker and close ``fd``; ``given`` was sent with the load."""
         name = loaded.model.name
         of = self._devices.of(name, worker.number)
         if loaded.snapshot_problem:
@@ -203,11 +183,7 @@ class ModelSnapshots(ModelPart):
     async def keep_changed(
         self, fd: int, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded
     ) -> None:
-        """Keep the snapshot of a model whose options have changed, with another layout or not.
-
-        Raises:
-            CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
-        """
+        """Keep the snapshot of a model whose options have changed, with another layout or not."""
         try:
             await self._look_up(spec, worker)  # the key of the saved snapshot has the options
         except BaseException:
@@ -316,14 +292,12 @@ class ModelSnapshots(ModelPart):
     def _degrees_of(self, request: LiveRequest) -> set[int]:
         """Return the degrees of the devices that have a request or may get the request."""
         if request.device is None:
-            hosts = self._fleet.devices_with_snapshot(request.model)
-            awake = set(hosts) - self._devices.resting(request.model)
-            return (
-                {self._devices.degree(number) for number in awake}
-                if hosts
-                else self._devices.degrees
-            )
-        numbers = {request.device}
+            numbers = set(self._fleet.devices_with_snapshot(request.model))
+            if not numbers:
+                return self._devices.degrees
+            numbers -= self._devices.resting(request.model)
+        else:
+            numbers = {request.device}
         if request.migration is not None:
             numbers |= {request.migration.source, request.migration.target}
         return {self._devices.degree(number) for number in numbers}
@@ -343,23 +317,15 @@ async def rows_in_start_order(
 ) -> list[ModelRow]:
     """Return all models, ordered to fill the cache with pinned, then recently used snapshots.
 
-    Also records pins and earlier uses in the cache. ``num_snapshots`` returns for how many degrees
-    a model has snapshots.
-
-    Raises:
-        Failed: the registry cannot be read.
+    Also records pins and earlier uses in the cache. ``num_snapshots`` is a model's by degrees.
     """
     rows = {str(row.spec.name): row for row in await registry.list()}
     cache.pinned = {name for name, row in rows.items() if row.is_pinned}
     await _recall_use(rows, history, cache)
     candidates = [
-        Candidate(
-            name,
-            num_snapshots(row) * row.weight_bytes,
-            cache.last_used_at(name) or 0.0,
-            row.is_pinned,
-        )
+        Candidate(name, num_snapshots(row) * row.weight_bytes, used_at or 0.0, row.is_pinned)
         for name, row in rows.items()
+        for used_at in [cache.last_used_at(name)]
     ]
     return [rows[name] for name in start_order(candidates, cache.budget_bytes)]
 

@@ -33,7 +33,7 @@ class EnginesFull(Refused):
 
 
 class StepKind(StrEnum):
-    """The kinds of steps."""
+    """Kinds of steps."""
 
     LOAD = "load"  # the engine on a device, with the snapshot or making the snapshot
     OPEN = "open"  # mount the API on the frontends
@@ -108,13 +108,12 @@ class ModelView:
     """A model now; times are seconds of the monotonic clock.
 
     ``devices`` serve the model. ``is_added``: a client adds the model, and undoes a failure.
-    ``is_wished``: a user waits until the model is warm. ``is_removed``: a client waits until the
-    model is gone. ``is_held``: another part changes the
-    model. ``is_loaded``: loaded before, and not withdrawn since. ``is_recorded``: the registry has
-    the state and its reason. ``is_shut_out``: in quarantine. ``is_trial``: the wait after a failure
-    is over. ``num_waiting`` requests wait for the weights, of ``num_live``. ``retry_at_s`` has the
-    next tries by the key of the failed step, and ``waits_since_s`` the beginning of a wait for a
-    first device or for memory.
+    ``is_wished`` and ``is_removed``: a client waits until the model is warm, or gone. ``is_held``:
+    another part changes the model. ``is_loaded``: loaded before, and not withdrawn since.
+    ``is_recorded``: the registry has the state and its reason. ``is_shut_out``: in quarantine.
+    ``is_trial``: the wait after a failure is over. ``num_waiting`` of ``num_live`` requests wait
+    for the weights. ``retry_at_s`` has the next tries by the failed step's key, ``waits_since_s``
+    the beginning of a wait for a first device or for memory.
     """
 
     phase: ModelPhase = ModelPhase.READY

@@ -1,4 +1,1 @@
-"""Supervision of child processes: start, fork, restart, watchdog, crash attribution.
-
-Owns no request and no model; imported by ``workers`` and ``frontends``.
-"""
+"""Supervision of child processes; owns no request and no model."""

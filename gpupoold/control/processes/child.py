@@ -43,23 +43,22 @@ class Process(Protocol):
     """A running or ended process."""
 
     @property
-    def pid(self) -> int:
-        """Process id."""
+    def pid(self) -> int: ...
 
     async def wait(self) -> int:
         """Return the exit status after the end; a negative number is a signal."""
 
     def kill(self) -> None:
-        """Kill the process if it runs."""
+        """Kill the process; may raise ProcessLookupError after the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A Python module to run, with arguments.
 
-    The options are ``arguments``, ``fd_options`` with descriptors as values, and ``--parent-pid``.
-    stdout and stderr go to ``log_fd``. ``environment`` is added to the daemon's. The caller keeps
-    the descriptors and may close them after the start.
+    The options are ``arguments``, ``fd_options`` with descriptors, which the caller keeps, as
+    values, and ``--parent-pid``. stdout and stderr go to ``log_fd``. ``environment`` is added to
+    the daemon's.
     """
 
     module: str
@@ -73,27 +72,10 @@ Starter = Callable[[Launch], Awaitable[Process]]
 """Starts a module; raises OSError on failure."""
 
 
-class Executed:
-    """A child process started by the daemon."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def wait(self) -> int:
-        return await self._process.wait()
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)
-
-
-async def execute(launch: Launch) -> Executed:
+async def execute(launch: Launch) -> Process:
     """Run ``python -m MODULE``, see :data:`Starter`."""
-    process = await asyncio.create_subprocess_exec(
+    paths = [path for path in sys.path if path]  # for source checkouts
+    return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         launch.module,
@@ -103,9 +85,8 @@ async def execute(launch: Launch) -> Executed:
         stdout=launch.log_fd,
         stderr=launch.log_fd,
         pass_fds=tuple(launch.fd_options.values()),
-        env=_environment() | dict(launch.environment),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | dict(launch.environment),
     )
-    return Executed(process)
 
 
 class Child(Generic[T]):
@@ -134,13 +115,10 @@ class Child(Generic[T]):
         environment: Mapping[str, str] | None = None,
         starter: Starter = execute,
     ) -> Child[T]:
-        """Start the module; the child reports readiness by a message.
+        """Start the module by ``starter``; the child reports readiness by a message.
 
-        ``fd_options`` are further options with descriptors as values; ``starter`` starts the
-        process, by default as a program of its own.
-
-        Raises:
-            OSError: the process or the log file could not be created.
+        ``fd_options`` are further options with descriptors as values. Raises OSError if the process
+        or the log file could not be created.
         """
         ours, theirs = socket.socketpair()
         channel: AsyncChannel[T] | None = None
@@ -171,13 +149,14 @@ class Child(Generic[T]):
         return self._process.pid
 
     def kill(self) -> None:
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def ended(self) -> int | None:
         """Return the exit status of a child that has closed the channel or must end.
 
-        A child that does not end is killed. None means an unknown status: the fork server did
-        not answer in time.
+        A child that does not end is killed. None is an unknown status: the fork server did not
+        answer.
         """
         self.channel.close()
         for wait_s in (_LEAVING_S, _DYING_S):
@@ -206,15 +185,8 @@ class Child(Generic[T]):
     async def _finish_log(self) -> None:
         """Wait until the child's output is in the log."""
         log, self._log = self._log, None
-        if log is None:
-            return
-        await asyncio.wait([asyncio.wrap_future(log.finish())], timeout=_LAST_LINES_S)
-
-
-def _environment() -> dict[str, str]:
-    """Return the daemon's environment with its import path, for source checkouts."""
-    paths = [path for path in sys.path if path]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        if log is not None:
+            await asyncio.wait([asyncio.wrap_future(log.finish())], timeout=_LAST_LINES_S)
 
 
 class Pending(Generic[K, V]):
@@ -233,11 +205,7 @@ class Pending(Generic[K, V]):
         return future
 
     async def answer(self, key: K, limit_s: float) -> V:
-        """Return the answer to a request; to be called immediately after sending the request.
-
-        Raises:
-            TimeoutError: no answer came within ``limit_s`` seconds.
-        """
+        """Return the answer to a request just sent, or raise TimeoutError after ``limit_s``."""
         future = self.expect(key)
         try:
             async with asyncio.timeout(limit_s):
@@ -332,14 +300,13 @@ class ForkedProcess:
 class ForkServer:
     """Starts Python modules by forking; the fork server starts on first use and after a crash.
 
-    A fork server that needs longer than ``answer_timeout_s`` for a fork is killed.
+    A fork server that needs longer than ``answer_timeout_s`` for a fork is killed. ``preloaded``
+    are modules with a ``preload(log_level)``.
     """
 
     def __init__(
         self, settings: Settings, environment: Mapping[str, str], preloaded: Sequence[str]
     ) -> None:
-        """``environment`` is added to the daemon's before anything is imported; ``preloaded``
-        are modules with a ``preload(log_level)``."""
         self._settings = settings
         self._environment = environment
         self._preloaded = preloaded
@@ -351,11 +318,7 @@ class ForkServer:
         self._running: dict[int, ForkedProcess] = {}
 
     async def fork(self, launch: Launch) -> ForkedProcess:
-        """Run a module, see :data:`Starter`.
-
-        Raises:
-            OSError: the fork server could not be started, could not fork, or has died.
-        """
+        """Run a module, see :data:`Starter`."""
         async with self._starting:
             if self._server is None:
                 await self._start()

@@ -35,15 +35,7 @@ P = TypeVar("P")
 
 # Signals caused by the process's own code; all other signals come from outside.
 _OWN_FAULTS = frozenset(
-    {
-        signal.SIGSEGV,
-        signal.SIGBUS,
-        signal.SIGABRT,
-        signal.SIGFPE,
-        signal.SIGILL,
-        signal.SIGTRAP,
-        signal.SIGSYS,
-    }
+    signal.Signals[f"SIG{name}"] for name in ("SEGV", "BUS", "ABRT", "FPE", "ILL", "TRAP", "SYS")
 )
 
 VMSTAT = Path("/proc/vmstat")
@@ -56,8 +48,8 @@ class Supervised(ABC, Generic[M]):
 
     A subclass gives the command line, handles the messages ``M`` and drops the state of an ended
     process. ``watch`` has the observations of the present run. ``num_restarts`` counts processes
-    that ended and were or will be replaced. ``handles_last_messages`` is true if :meth:`stop`
-    handles messages until the process ends.
+    that were or will be replaced. If ``handles_last_messages``, :meth:`stop` handles messages until
+    the end.
     """
 
     handles_last_messages = False
@@ -78,11 +70,7 @@ class Supervised(ABC, Generic[M]):
 
     @abstractmethod
     async def _launch(self) -> Child[M]:
-        """Start a process.
-
-        Raises:
-            OSError: the process could not be started.
-        """
+        """Start a process, or raise OSError."""
 
     @abstractmethod
     def _note(self, message: M, watch: Watch, now_s: float) -> None:
@@ -105,10 +93,7 @@ class Supervised(ABC, Generic[M]):
         return death_of(status, ended_for)
 
     def _forget(self, reason: str) -> None:
-        """Drop the state of a process that ended for ``reason``, and end the waits for answers.
-
-        :meth:`stop` does not call this method: no other process follows.
-        """
+        """Drop the state of a replaced process; end the waits for answers with ``reason``."""
         if self._setting_up is not None:
             self._setting_up.cancel()
             self._setting_up = None
@@ -158,7 +143,6 @@ class Supervised(ABC, Generic[M]):
         return self._child.channel.take_fd()
 
     def reconfigure(self) -> None:
-        """Send the present configuration."""
         self.send(reconfigure(self._settings))
 
     def end(self, reason: str) -> None:
@@ -239,10 +223,10 @@ REAL_TIME = Timing()
 
 
 class Backoff:
-    """The backoff of one process. Pure.
+    """The waits before restarts of one process. Pure.
 
-    A process that ran for ``STABLE_AFTER_S`` restarts at once; repeated short runs double the wait
-    up to ``max_s``.
+    A process that ran for ``STABLE_AFTER_S``, or whose end is excused, restarts at once; repeated
+    short runs double the wait up to ``max_s``.
     """
 
     def __init__(self, max_s: float = MAX_S) -> None:
@@ -250,10 +234,7 @@ class Backoff:
         self._next_s = 0.0
 
     def after(self, ran_s: float, *, is_excused: bool = False) -> float:
-        """Return the seconds to wait after a run of ``ran_s``.
-
-        After an excused end no wait is needed.
-        """
+        """Return the seconds to wait after a run of ``ran_s``."""
         if is_excused:
             return 0.0
         if ran_s >= STABLE_AFTER_S:
@@ -268,8 +249,7 @@ async def keep_running(
 ) -> None:
     """Call ``run_once`` repeatedly, with the waits of ``backoff``; never returns.
 
-    ``run_once`` returns after the process's end, with True if the end is excused, see
-    :meth:`Backoff.after`. ``run_once`` raises OSError if the process could not be started.
+    ``run_once`` returns after the process's end whether the end is excused.
     """
     while True:
         started_s = timing.clock()
@@ -288,9 +268,9 @@ async def keep_running(
 class Watch:
     """Observations of one run of a worker; instants of one monotonic clock.
 
-    A worker reports its number of steps several times a second. A hung worker stops reporting. A
-    livelocked worker has a turn and requests, but its step counter does not advance. Loads run
-    beside the steps: a load without an end is a reason of its own.
+    A hung worker stops reporting its number of steps. A livelocked worker has a turn and requests,
+    but its step counter does not advance. Loads run beside the steps: a load without an end is a
+    reason of its own.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -347,7 +327,7 @@ class Watchdog:
     def check(self, now_s: float) -> None:
         """End hung processes; to be called every second.
 
-        If this call itself is late, the daemon was asleep, and the silence of the processes proves
+        If this call itself is late, the daemon was asleep, and the silence of processes proves
         nothing.
         """
         limits = self._settings.limits
@@ -369,8 +349,7 @@ class Watchdog:
 class Death:
     """The end of a worker; ``is_at_fault`` if the worker was not ended from outside.
 
-    ``activities`` are the activities of the worker's threads. ``is_of_device`` means that the
-    hardware failed, so that no request or model is a candidate for the cause.
+    If ``is_of_device``, the hardware failed: no request or model is a candidate for the cause.
     """
 
     reason: str
@@ -401,11 +380,10 @@ def death_of(
 ) -> Death:
     """Return the death for an exit status; a negative status is a signal, None is unknown.
 
-    ``ended_for`` is the daemon's reason for killing the process. ``saw_oom_kill`` means that the
-    kernel killed some process for memory just before.
+    ``ended_for`` is the daemon's reason for killing the process. With ``saw_oom_kill`` the kernel
+    killed some process for memory just before.
     """
-    reason, is_at_fault = _cause(status, ended_for, saw_oom_kill=saw_oom_kill)
-    return Death(reason, is_at_fault, tuple(activities))
+    return Death(*_cause(status, ended_for, saw_oom_kill=saw_oom_kill), tuple(activities))
 
 
 def _cause(status: int | None, ended_for: str, *, saw_oom_kill: bool) -> tuple[str, bool]:
@@ -426,10 +404,7 @@ def _cause(status: int | None, ended_for: str, *, saw_oom_kill: bool) -> tuple[s
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Possible causes of a crash: one of these requests or models.
-
-    ``has_unknown`` means that the cause may be absent from the activity page.
-    """
+    """Possible causes of a crash, or with ``has_unknown`` a cause that the activity page lacks."""
 
     requests: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
@@ -454,35 +429,27 @@ NOBODY = Candidates()
 
 
 def candidates_of(death: Death, model_of: Mapping[str, str]) -> Candidates:
-    """Return the possible causes of a death; none if something else than work ended the worker.
-
-    ``model_of`` has the worker's live requests with their models.
-    """
+    """Return the possible causes of a death; none if something else than work ended the worker."""
     if not death.is_at_fault or death.is_of_device:
         return NOBODY
-    requests: set[str] = set()
-    models: set[str] = set()
-    for activity in death.activities:
-        if activity.phase.is_due_to_model:
-            models.add(activity.model)
-        requests.update(_requests_of(activity, model_of))
-    has_unknown = any(activity.phase is ThreadPhase.COPY for activity in death.activities)
-    return Candidates(frozenset(requests), frozenset(models), has_unknown)
+    activities = death.activities
+    return Candidates(
+        frozenset(key for each in activities for key in _requests_of(each, model_of)),
+        frozenset(each.model for each in activities if each.phase.is_due_to_model),
+        any(each.phase is ThreadPhase.COPY for each in activities),
+    )
 
 
 def _requests_of(activity: Activity, model_of: Mapping[str, str]) -> list[str]:
     if activity.requests is None:
         return [key for key, model in model_of.items() if model == activity.model]
-    if not activity.requests:
-        return []
     return [key for key in model_of if digest(key) in activity.requests]
 
 
 class OomKills:
     """The kernel's count of out-of-memory kills, including cgroup limits, sampled over time.
 
-    The count names no process: a process killed for another reason at the same moment is
-    misattributed.
+    The count names no process: a process killed for another reason just then is misattributed.
     """
 
     def __init__(self, now_s: float, path: Path = VMSTAT) -> None:
@@ -514,8 +481,7 @@ class ProcessHandlers(Generic[P, M]):
     """Handlers for processes ``P`` that send messages ``M``.
 
     ``on_message`` gets the messages that do not concern the process itself. ``on_up`` sets a new
-    process up for its work; if ``on_up`` raises, the process is killed. ``on_down`` is called after
-    the end of each process, also if ``on_up`` has not returned.
+    process up; an error kills the process. ``on_down`` follows the end of each process.
     """
 
     on_message: Callable[[P, M], None]

@@ -6,11 +6,12 @@ import heapq
 import math
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from gpupool_state import History
 from gpupoold.api_keys import KEY_BYTES_SHARE
 from gpupoold.config.sections import LimitSettings
+from gpupoold.control.access import Keyring
 from gpupoold.control.accounting.meters import RefusalEvents
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.live_requests import LiveRequest, LiveRequests, num_bytes_of
@@ -43,18 +44,7 @@ _KEPT_FROM_LOW = 0.25
 _KEPT_FROM_NORMAL = 0.1
 
 
-class KeyBounds(Protocol):
-    """Limits of API keys, for admission."""
-
-    @property
-    def has_high(self) -> bool:
-        """True if a valid key has high priority."""
-
-    def max_live(self, key_id: str) -> int | None:
-        """Return the limit of a key's live requests, None for no limit."""
-
-
-def bound_for(priority: Priority, bound: int, keys: KeyBounds | None) -> int:
+def bound_for(priority: Priority, bound: int, keys: Keyring | None) -> int:
     """Return the number of live requests from which on this priority is refused; at least 1."""
     kept_share = 0.0
     if priority is Priority.BACKGROUND:
@@ -81,7 +71,7 @@ class Overload:
         stats: dict[str, ModelStats],
         state: State,
         on_refused: Callable[[str, str], None],
-        keys: KeyBounds | None = None,
+        keys: Keyring | None = None,
     ) -> None:
         self.limits = limits
         self._keys = keys
@@ -115,9 +105,9 @@ class Overload:
         return _refusal(message, HTTPStatus.TOO_MANY_REQUESTS, text, retry_after_s)
 
     def too_late(self, now_s: float) -> list[LiveRequest]:
-        """Return requests to drop: without a worker at the deadline of the first token.
+        """Return requests without a worker at the deadline of the first token, and count each.
 
-        Empty unless ``[limits] drop_late`` is set. The requests are counted.
+        There are none to drop unless ``[limits] drop_late`` is set.
         """
         if not self.limits.drop_late:
             return []
@@ -154,9 +144,8 @@ class Overload:
         if num_live >= bound:
             text = f"{num_live} requests are already waiting or running."
             return "queue_full", text, self._space_in_s(_ALL, num_live, bound, now_s)
-        key_id = (
-            "" if message.is_background else message.key_id
-        )  # batches have a limit of their own
+        # Batches have a limit of their own.
+        key_id = "" if message.is_background else message.key_id
         return self._full_key(key_id) or self._full_bytes(message)
 
     def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
@@ -185,8 +174,8 @@ class Overload:
     def _space_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
         """Return the seconds until a request has space, behind all clients refused before.
 
-        With the same time for all clients, all would return at once, and all but one in vain. Only
-        a bounded number of refused clients counts, because some never return, or return early.
+        With the same time all would return at once, all but one in vain. Only a bounded number of
+        refused clients counts, because some never return, or return early.
         """
         promised_s = self._promised_s.setdefault((key, bound), [])
         while promised_s and (promised_s[0] <= now_s or len(promised_s) > _MAX_TURNS * bound):
@@ -215,8 +204,7 @@ class Overload:
     ) -> tuple[RefusalReason, str, float] | None:
         """Return the reason to expect a late first token, and the seconds before a retry.
 
-        The time to warm a model is unknown, so a request of a cold model may still be dropped
-        later. A background request has a day.
+        A request of a cold model may still be dropped later. A background request has a day.
         """
         if not self.limits.drop_late or not is_warm or message.is_background:
             return None

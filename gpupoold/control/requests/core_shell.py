@@ -46,11 +46,7 @@ _logger = logging.getLogger(__name__)
 
 
 class CoreShell:
-    """Passes events to the core and the core's actions to ``carry_out``.
-
-    ``clock`` returns seconds of the monotonic clock. ``decisions`` has the durations of the core's
-    calls in seconds, ``core`` records the calls.
-    """
+    """Passes events to the recorded core, and the core's actions to ``carry_out``."""
 
     def __init__(
         self,
@@ -89,7 +85,6 @@ def model_added(
 
 
 def device_up(number: int, ready: m.WorkerReady, role: Role, *, is_fixed: bool) -> e.DeviceUp:
-    """Return the event of a new worker in this role."""
     return e.DeviceUp(
         number,
         ready.facts.device_bytes,
@@ -131,9 +126,9 @@ def arrived(request: LiveRequest) -> e.Arrived:
     )
 
 
-def cut_short(request_ids: Iterable[str]) -> list[e.Ended]:
+def cut_short(requests: Iterable[LiveRequest]) -> list[e.Ended]:
     """Return the ends of requests without a complete answer: cancelled, failed or lost."""
-    return [e.Ended(request_id, is_complete=False) for request_id in request_ids]
+    return [e.Ended(request.request_id, is_complete=False) for request in requests]
 
 
 def stepped(number: int, outputs: m.StepOutputs) -> list[e.Event]:
@@ -216,11 +211,9 @@ class WorkerOrders:
 
     def abort(self, requests: Iterable[LiveRequest]) -> None:
         """Stop requests on the workers; the records stay."""
-        for request in requests:
-            if request.device is not None:
-                self._workers[request.device].send(
-                    m.AbortRequests(request.model, [request.request_id])
-                )
+        for one in requests:
+            if one.device is not None:
+                self._workers[one.device].send(m.AbortRequests(one.model, [one.request_id]))
 
     def end_isolation(self, request: LiveRequest) -> None:
         """Allow a request to share steps again, if a worker has the request."""
@@ -291,9 +284,7 @@ class Suspects:
 
     def next_trial(self, now_s: float) -> LiveRequest | None:
         """Return the suspect to try now, None during a trial or without suspects."""
-        suspects = [
-            (request, request.suspect) for request in self._queue if request.suspect is not None
-        ]
+        suspects = [(request, request.suspect) for request in self._queue if request.suspect]
         since_s = (suspect.tried_since_s for _, suspect in suspects)
         if any(at_s is not None and now_s - at_s < _TRIAL_S for at_s in since_s):
             return None
@@ -390,9 +381,7 @@ class Isolation:
         return request
 
     def progressed(self, outputs: m.StepOutputs) -> list[LiveRequest]:
-        """Record tokens; return the suspects beyond the point of the crash: they share steps
-        again.
-        """
+        """Record tokens; return the suspects past the point of the crash, to share steps again."""
         cleared: list[LiveRequest] = []
         for item in outputs.progress if len(self._suspects) else ():
             request = self._live.get(item.request_id)

@@ -92,21 +92,20 @@ class Dispatcher:
         self._overload = Overload(settings.limits, history, live, stats, state, refused, keys)
         self.isolation = Isolation(live, history, self._orders)
         self.listener = RequestListener()
+        # The readers of a worker's step in order, each with the reason for a place before the next.
         self.output_readers: tuple[Callable[[int, m.StepOutputs], None], ...] = (
             # No count delays a token. A first token is known as such until it is counted.
             self._reply,
             # The core's turn and batch, which date a token, are the ones that made the token.
             self.accounts.stepped,
-            # The core decides while the records of its requests exist, and before the listener
-            # learns of ends.
-            self._advance_core,
+            # The core decides while its requests' records exist, and before the listener learns.
+            lambda number, message: self.shell.handle(*stepped(number, message)),
             # An ended request is removed as whole, and is no suspect that could be cleared.
             self._remove_ended,
             # Trials of suspects begin before background requests take the time.
             self._clear_suspects,
             self._fill_background,
         )
-        """Readers of a worker's step in order, each with the reason for a place before the next."""
 
     def from_frontend(self, message: m.FromFrontend) -> None:
         """Handle a request or a cancellation."""
@@ -145,10 +144,8 @@ class Dispatcher:
             case m.WrongAnswer():
                 self.listener.weights_damaged(message)
             case m.Switched():
-                bandwidth_bytes_per_s = message.bandwidth_bytes_per_s
-                self.shell.handle(
-                    *bandwidth_measured(self.state, worker.number, bandwidth_bytes_per_s)
-                )
+                used = bandwidth_measured(self.state, worker.number, message.bandwidth_bytes_per_s)
+                self.shell.handle(*used)
                 self.accounts.switched(message.switch)
 
     def worker_up(self, worker: Worker) -> None:
@@ -164,10 +161,7 @@ class Dispatcher:
             self.shell.handle(e.DrainSet(number, is_draining=True))
 
     def set_role(self, number: int, role: Role | None, whose: str = "by hand") -> None:
-        """Set a worker's role; None leaves the choice to the policy.
-
-        A prefilling worker migrates all answers. ``whose`` names the origin in the event.
-        """
+        """Set a worker's role; None leaves the choice to the policy. ``whose`` is for the event."""
         self.roles.fix(number, role)
         role, is_fixed = self.roles.of(number)
         self._orders.introduce_peers()
@@ -178,12 +172,9 @@ class Dispatcher:
         """Drain a worker, or end the drain."""
         self._fleet.drain_device(number, is_draining=is_draining)
         self.shell.handle(e.DrainSet(number, is_draining))
-        text = (
-            "no new requests; running requests end or migrate"
-            if is_draining
-            else "accepts new requests"
-        )
         kind: DeviceEvent = "drain_began" if is_draining else "drain_ended"
+        drains = "no new requests; running requests end or migrate"
+        text = drains if is_draining else "accepts new requests"
         self._history.record_event("info", kind, str(number), text)
 
     def set_limits(self, limits: LimitSettings) -> None:
@@ -221,22 +212,21 @@ class Dispatcher:
     def evict(self, name: str, worker: Worker) -> None:
         """Remove an idle model from a worker, for another model's engine."""
         if worker.number in self._fleet.availability(name).devices:
-            self._fleet.evict(name, worker.number)
+            self._fleet.unhost(name, worker.number, is_evicted=True)
             self.shell.handle(e.Unhosted(worker.number, name))
 
     def withdraw(self, name: str, worker: Worker, *, is_evicted: bool = False) -> list[LiveRequest]:
-        """Remove a model from a worker; return the requests there, to be passed to ``go_elsewhere``
-        when the worker has unloaded the model. With ``is_evicted`` for another model's engine.
+        """Remove a model from a worker; return the requests there for :meth:`go_elsewhere`.
 
-        Raises:
-            Refused: a request is migrating from or to the worker.
+        With ``is_evicted`` for another model's engine. Raises Refused while a request is migrating
+        from or to the worker.
         """
         number = worker.number
         requests = self.live.of_model(name)
         if any(request.migration and request.migration.concerns(number) for request in requests):
             raise Refused(f"requests of {name} are migrating from or to device {number}")
         here = [request for request in requests if request.device == number]
-        self.shell.handle(*cut_short(request.request_id for request in here))
+        self.shell.handle(*cut_short(here))
         self._orders.abort(here)
         (self.evict if is_evicted else self.unhost)(name, worker)
         return here
@@ -291,9 +281,7 @@ class Dispatcher:
 
     def cancel(self, request_id: str, reason: str) -> list[LiveRequest]:
         """End a live request, or all of a client's request, with an error; return the ended."""
-        found = [
-            request for request in self.live.all() if is_request(request.request_id, request_id)
-        ]
+        found = [each for each in self.live.all() if is_request(each.request_id, request_id)]
         if not found:
             raise NoSuchRequest(
                 f"no live request has the id {request_id!r}",
@@ -303,18 +291,13 @@ class Dispatcher:
         return found
 
     def worker_down(self, worker: Worker, reason: str, candidates: Candidates = NOBODY) -> None:
-        """Remove a worker, and restart the requests there.
-
-        The ``candidates`` for the cause are retried one at a time.
-        """
+        """Remove a worker; restart its requests, ``candidates`` for the cause one at a time."""
         self._fleet.lose_device(worker.number)
         self.accounts.worker_down(worker.number)
         lost = self.live.on_device(worker.number)
         gone = [*lost, *self.migrations.worker_down(worker.number)]
         # One call: between two calls the core would send further requests to the worker.
-        self.shell.handle(
-            *cut_short(request.request_id for request in gone), e.DeviceDown(worker.number)
-        )
+        self.shell.handle(*cut_short(gone), e.DeviceDown(worker.number))
         convicted = self.isolation.worker_down(lost, candidates)
         for request in lost:
             if not request.is_held and request not in convicted:
@@ -336,9 +319,7 @@ class Dispatcher:
     def fail_unhosted(self, reason: str) -> None:
         """End the waiting requests of models without a worker, unless another worker can load."""
         if not any(worker.is_ready for worker in self._workers.values()):
-            self._fail(
-                [request for request in self.live.all() if not self._devices(request.model)], reason
-            )
+            self._fail([each for each in self.live.all() if not self._devices(each.model)], reason)
 
     def tick(self, now_s: float) -> None:
         """End late requests if configured, and start trials; to be called every second."""
@@ -353,13 +334,10 @@ class Dispatcher:
     def end_overdue(self, now_s: float) -> None:
         """End all requests without a token for ``token_timeout_s``."""
         limit_s = self.token_timeout_s
-        silent = [
-            request
-            for request in self.live.silent_since(now_s - limit_s)
-            if not request.is_background
-        ]
+        silent = self.live.silent_since(now_s - limit_s)
         # All reasons are computed before the first end, which may free memory for other requests.
-        for request, reason in [(request, self._waits_for(request)) for request in silent]:
+        waits = [(each, self._waits_for(each)) for each in silent if not each.is_background]
+        for request, reason in waits:
             self._stop([request], f"no token for {limit_s:g} s: {reason}")
 
     def frontend_down(self, number: int) -> None:
@@ -412,10 +390,7 @@ class Dispatcher:
         return self._fleet.availability(model).devices
 
     def _schedule(self, request: LiveRequest, *, is_warm: bool) -> None:
-        """Pass a request to the core, or hold the request until the model is warm.
-
-        A background request also waits for a device with time to spare.
-        """
+        """Pass a request to the core, or hold the request until the model is warm."""
         if is_warm:
             self._arrive(request)
             return
@@ -434,20 +409,17 @@ class Dispatcher:
     def _restart(self, request: LiveRequest) -> None:
         """Schedule a request again after the loss of the worker; the tokens so far are kept."""
         request.device = None
-        self.accounts.meters.model(request.model).resumed += 1
+        self.accounts.meters.models[request.model].resumed += 1
         self._schedule(request, is_warm=self._fleet.is_warm(request.model))
 
     def _restart_dropped(self, worker: Worker, request_ids: Iterable[str]) -> None:
-        """Send requests again whose engine on ``worker`` has been replaced.
-
-        Requests that are migrating from the worker continue on their target.
-        """
+        """Send requests again whose engine was replaced, unless they are migrating away."""
         dropped = [
             request
             for request in self._known(request_ids)
             if request.device == worker.number and not is_leaving(request)
         ]
-        self.shell.handle(*cut_short(request.request_id for request in dropped))
+        self.shell.handle(*cut_short(dropped))
         for request in dropped:
             self._restart(request)
 
@@ -468,9 +440,6 @@ class Dispatcher:
         for frontend, firsts in self.accounts.first_tokens(number, message).items():
             self.replies.send(frontend, m.FirstTokens(firsts))
         self.replies.outputs(message)
-
-    def _advance_core(self, number: int, message: m.StepOutputs) -> None:
-        self.shell.handle(*stepped(number, message))
 
     def _remove_ended(self, number: int, message: m.StepOutputs) -> None:
         for item in message.progress:
@@ -505,9 +474,7 @@ class Dispatcher:
         self._end(requests, FinishReason.ERROR, reason)
 
     def _end(self, requests: list[LiveRequest], reason: FinishReason, error: str = "") -> None:
-        self.shell.handle(
-            *cut_short(request.request_id for request in requests if not request.is_cold)
-        )
+        self.shell.handle(*cut_short(each for each in requests if not each.is_cold))
         for request in requests:
             self._remove(request.request_id, reason, error)
 
@@ -532,10 +499,7 @@ class Dispatcher:
 
 
 class BackgroundQueue:
-    """Waiting background requests by model; ``pass_on`` gives a request to the core.
-
-    A request that has ended meanwhile is dropped when its turn comes.
-    """
+    """Waiting background requests by model, some ended; ``pass_on`` gives one to the core."""
 
     def __init__(
         self, live: LiveRequests, state: State, pass_on: Callable[[LiveRequest], None]

@@ -80,10 +80,7 @@ def devices(
     fleet: Fleet,
     limit_of: Callable[[Worker], int | None],
 ) -> list[DeviceInfo]:
-    """Return all devices and their workers as of the latest reports.
-
-    ``limit_of`` returns the limit of a device's engines outside the pages in bytes.
-    """
+    """Return all devices; ``limit_of`` returns the bytes of engines outside the pages."""
     nums = dispatcher.nums_of_requests(worker.number for worker in workers)
     return [
         _device(worker, dispatcher, fleet, num, limit_of(worker))
@@ -135,7 +132,6 @@ def _device(
 
 
 def _free_of_parked(worker: Worker) -> int:
-    """Return all memory of a parked device, 0 for a worker that is down."""
     return worker.ready.facts.device_bytes if worker.ready and worker.state == "parked" else 0
 
 
@@ -339,16 +335,9 @@ def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:
 
 
 def _values(at: float, length_s: float, counts: Counts) -> dict[str, Any]:
-    return {
-        "at": at,
-        "span_s": length_s,
-        "attainment": counts.attainment,
-        "lateness": counts.lateness,
-        "first_token": counts.first_token,
-        "between_tokens": counts.between_tokens,
-        **counts.counts(),
-        **vars(counts.percentiles()),
-    }
+    durations = ("attainment", "lateness", "first_token", "between_tokens")
+    values = {name: getattr(counts, name) for name in durations}
+    return {"at": at, "span_s": length_s, **values, **counts.counts(), **vars(counts.percentiles())}
 
 
 class Spans:
@@ -359,11 +348,7 @@ class Spans:
         self._counts: dict[int, Counts] = {}
 
     def add(self, rows: Iterable[MinuteRow]) -> None:
-        """Add minutes.
-
-        Raises:
-            ValueError: a row is malformed.
-        """
+        """Add minutes; raise ValueError for a malformed row."""
         for row in rows:
             at = row.minute_at // self._length_s * self._length_s
             self._counts.setdefault(at, Counts()).merge(counts_of(row))
@@ -382,11 +367,7 @@ class ModelSums:
         self._counts: dict[str, Counts] = {}
 
     def add(self, rows: Iterable[MinuteRow]) -> None:
-        """Add minutes.
-
-        Raises:
-            ValueError: a row is malformed.
-        """
+        """Add minutes; raise ValueError for a malformed row."""
         for row in rows:
             self._counts.setdefault(row.model, Counts()).merge(counts_of(row))
 

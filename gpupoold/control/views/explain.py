@@ -72,12 +72,8 @@ class Explainer(ModelPart):
     async def why(self, name: str) -> Why:
         """Explain a model, a live request or a finished request.
 
-        An unambiguous part of a request's id suffices. Of several requests of one HTTP request
-        the first is explained.
-
-        Raises:
-            NoSuchModel: no model or request has this name or id.
-            UsageError: several live requests match.
+        An unambiguous part of a request's id suffices. Of several requests of one HTTP request the
+        first is explained.
         """
         row = await self._registry.get(name)
         if row is not None:

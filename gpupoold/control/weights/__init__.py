@@ -1,4 +1,1 @@
-"""Weights snapshots in shared host memory and on disk: the cache, its budget, its files.
-
-Owns every snapshot's memfd and file. Imports no request, model or process.
-"""
+"""Weights snapshots in host memory and on disk; imports no request, model or process."""

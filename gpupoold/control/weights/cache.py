@@ -41,8 +41,7 @@ class SnapshotId(NamedTuple):
 class CachedSnapshot:
     """A snapshot: the daemon's memfd descriptor, and the digest of the layout.
 
-    ``self_check`` has the tokens that the model answers to its self-check, ``nodes`` the NUMA node
-    of the part of each GPU.
+    ``self_check`` has the tokens of the self-check, ``nodes`` the NUMA node of each GPU's part.
     """
 
     fd: int
@@ -70,9 +69,9 @@ class FdStorePort(Protocol):
 class SnapshotCache:
     """One snapshot per model and degree within a byte budget; all workers share the memory.
 
-    ``fd_store`` keeps the snapshots beyond the daemon's life. ``now`` returns wall-clock seconds.
-    ``pinned`` are the models whose snapshots stay. Bytes of reserved and retired snapshots count as
-    used. ``num_evicted`` counts snapshots evicted before their model was removed.
+    ``fd_store`` keeps the snapshots beyond the daemon's life. ``pinned`` are the models whose
+    snapshots stay. Reserved and retired snapshots count as used. ``num_evicted`` counts snapshots
+    evicted before their model was removed.
     """
 
     def __init__(
@@ -98,9 +97,8 @@ class SnapshotCache:
     def used_bytes(self) -> int:
         """Bytes of all snapshots, including reserved and retired snapshots."""
         snapshots = (*self._snapshots.values(), *self._leaving.values())
-        return sum(snapshot.num_bytes for snapshot in snapshots) + sum(
-            self._reserved_bytes.values()
-        )
+        reserved = self._reserved_bytes.values()
+        return sum(snapshot.num_bytes for snapshot in snapshots) + sum(reserved)
 
     @property
     def snapshots(self) -> dict[SnapshotId, CachedSnapshot]:
@@ -124,10 +122,7 @@ class SnapshotCache:
         return self._known_bytes.get(of)
 
     def short_bytes(self, of: SnapshotId | None, num_bytes: int) -> int:
-        """Return by how much a snapshot of ``num_bytes`` would exceed the budget, or 0.
-
-        The present snapshot of the same model and degree counts as replaced; None replaces none.
-        """
+        """Return the bytes beyond the budget with ``num_bytes`` in place of snapshot ``of``."""
         others_bytes = self.used_bytes
         if of is not None:
             others_bytes -= self._reserved_bytes.get(of, 0)
@@ -148,7 +143,7 @@ class SnapshotCache:
     def put(
         self, of: SnapshotId, fd: int, digest: str, self_check: tuple[int, ...] = ()
     ) -> CachedSnapshot:
-        """Add the snapshot behind ``fd`` and drop the reservation; the cache then owns ``fd``.
+        """Add the snapshot behind ``fd``, which the cache then owns, and drop the reservation.
 
         An identical present snapshot is kept instead.
         """
@@ -191,11 +186,10 @@ class SnapshotCache:
             self.drop(snapshot_id)
 
     def touch(self, model: str, at: float | None = None, degree: int | None = None) -> None:
-        """Record a use of the model, now or ``at`` (wall-clock seconds).
+        """Record a use of the model, now or ``at`` (wall-clock seconds), on a device of ``degree``.
 
-        ``degree`` is that of the device, None if no device was used. A use now is later than all
-        uses before, also after the clock has been set back: otherwise the models used since would
-        be evicted first.
+        A use now is later than all uses before, also after the clock has been set back: otherwise
+        the models used since would be evicted first.
         """
         used_at = self._now() if at is None else at
         if at is None and used_at < self._latest_at:
@@ -212,8 +206,7 @@ class SnapshotCache:
     def last_use_of(self, of: SnapshotId) -> float:
         """Return the time of a snapshot's last use in wall-clock seconds.
 
-        A snapshot that no device has used counts as used when its model was before; with one
-        snapshot only, every use of the model counts.
+        With one snapshot only, or before its first use on a device, each use of the model counts.
         """
         model_at = self._last_used_at.get(of.model, 0.0)
         return self._uses.get(of, model_at) if len(self.of_model(of.model)) > 1 else model_at
@@ -251,10 +244,7 @@ def _is_same(snapshot: CachedSnapshot, other: CachedSnapshot) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[K]):
-    """A snapshot of ``num_bytes``; ``last_used_at`` is wall-clock seconds.
-
-    ``key`` names the snapshot, or its model.
-    """
+    """A snapshot of ``num_bytes``, named by ``key``; ``last_used_at`` is wall-clock seconds."""
 
     key: K
     num_bytes: int
@@ -264,14 +254,11 @@ class Candidate(Generic[K]):
 
 
 def choose_victims(candidates: Sequence[Candidate[K]], short_bytes: int) -> list[K] | None:
-    """Return the snapshots to evict for ``short_bytes``, None if too few.
+    """Return the snapshots to evict for ``short_bytes``, None if too few are idle and unpinned.
 
-    Pinned and busy snapshots stay. Least recently used snapshots go first; a chosen
-    snapshot stays nevertheless if the other chosen snapshots suffice.
+    Least recently used snapshots go first, but none without which the others suffice.
     """
-    idle = [
-        candidate for candidate in candidates if not candidate.is_pinned and not candidate.is_busy
-    ]
+    idle = [each for each in candidates if not (each.is_pinned or each.is_busy)]
     chosen: list[Candidate[K]] = []
     freed_bytes = 0
     for candidate in sorted(idle, key=lambda candidate: candidate.last_used_at):
@@ -291,12 +278,10 @@ def choose_victims(candidates: Sequence[Candidate[K]], short_bytes: int) -> list
 def start_order(candidates: Sequence[Candidate[K]], budget_bytes: int) -> list[K]:
     """Return the order in which to load all models within the budget.
 
-    Pinned snapshots come first, then the most recently used snapshots within the budget. All other
-    models need memory only while loading, and are loaded before the last snapshots that stay.
+    Pinned snapshots come first, then the most recently used that fit. All other models need memory
+    only while loading, and are loaded before the last snapshots that stay.
     """
-    ranked = sorted(
-        candidates, key=lambda candidate: (not candidate.is_pinned, -candidate.last_used_at)
-    )
+    ranked = sorted(candidates, key=lambda each: (not each.is_pinned, -each.last_used_at))
     num_kept, kept_bytes = 0, 0
     for candidate in ranked:
         if kept_bytes + candidate.num_bytes > budget_bytes:
@@ -330,7 +315,7 @@ class CacheSetting:
     """The origin of the model cache's size, for messages.
 
     ``file`` is the configuration, ``why`` the arithmetic of a size that was worked out, and
-    ``most_bytes`` the largest size that a reload of the configuration accepts, None for no limit.
+    ``most_bytes`` the largest size that a reload accepts, None for no limit.
     """
 
     file: Path | None = None
@@ -342,9 +327,8 @@ class HostMemoryBudget:
     """Frees memory in ``cache``, least recently used snapshots first.
 
     A snapshot stays while its model is pinned, while the snapshot ``is_in_use``, or while held.
-    ``release`` takes a snapshot out of use at once, and returns an awaitable of the moment when no
-    worker maps the snapshot. ``change`` is set, and replaced, when a snapshot may have become
-    evictable.
+    ``release`` takes a snapshot out of use at once, and returns an awaitable of the end of all
+    mappings. ``change`` is set, and replaced, when a snapshot may have become evictable.
     """
 
     def __init__(
@@ -394,13 +378,7 @@ class HostMemoryBudget:
         return Space.LATER if self._would_fit(of, num_bytes) else Space.NEVER
 
     def check(self, of: SnapshotId, num_bytes: int) -> int:
-        """Check that a snapshot of ``num_bytes`` would fit after evictions.
-
-        Returns the bytes that the evictions would free.
-
-        Raises:
-            CacheFull: pinned and used snapshots leave too little.
-        """
+        """Return the bytes to evict for a snapshot of ``num_bytes``, or raise CacheFull."""
         others = self._candidates(of)
         victims = choose_victims(others, self._cache.short_bytes(of, num_bytes))
         if victims is None:
@@ -408,11 +386,7 @@ class HostMemoryBudget:
         return sum(other.num_bytes for other in others if other.key in victims)
 
     async def reserve(self, of: SnapshotId, num_bytes: int) -> None:
-        """Reserve memory for a held snapshot, evicting others.
-
-        Raises:
-            CacheFull: pinned and used snapshots leave too little.
-        """
+        """Reserve memory for a held snapshot, evicting others, or raise CacheFull."""
         leaving = self._leaving.get(of)
         if leaving is not None:
             await asyncio.shield(leaving)
@@ -422,11 +396,7 @@ class HostMemoryBudget:
             self._cache.reserve(of, num_bytes)
 
     async def drop(self, model: str) -> None:
-        """Drop a model's snapshots of all degrees that are in host memory.
-
-        Raises:
-            Refused: a snapshot is pinned, in use, or loading; all stay.
-        """
+        """Drop a model's snapshots from host memory, or raise Refused if they must stay."""
         async with self._evicting:
             present = self._cache.of_model(model)
             if model in self._cache.pinned:
@@ -468,15 +438,12 @@ class HostMemoryBudget:
                 if not short_bytes:
                     return
                 others = self._candidates(None)
-                idle_bytes = sum(
-                    other.num_bytes for other in others if not (other.is_pinned or other.is_busy)
-                )
+                idle = [each for each in others if not (each.is_pinned or each.is_busy)]
+                idle_bytes = sum(each.num_bytes for each in idle)
                 victims = choose_victims(others, min(short_bytes, idle_bytes))
                 if victims:
-                    _logger.info(
-                        "the model cache has become smaller: the snapshots of %s are evicted",
-                        ", ".join(map(str, victims)),
-                    )
+                    text = "the model cache has become smaller: the snapshots of %s are evicted"
+                    _logger.info(text, ", ".join(map(str, victims)))
                     await self._drop_all(victims)
                     continue
             await change.wait()
@@ -532,9 +499,6 @@ class HostMemoryBudget:
                 "in use",
                 f"unpin a model (`gpupool cache unpin`), or {self._raise_it(of, num_bytes)}",
             )
-        return self._refusal(of, num_bytes)
-
-    def _refusal(self, of: SnapshotId, num_bytes: int) -> CacheFull:
         pinned_bytes = self._bytes_of(of, pinned=True)
         text = (
             f"{of}: a snapshot of {format_bytes(num_bytes)} does not fit in the model cache "

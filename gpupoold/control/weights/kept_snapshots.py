@@ -9,7 +9,7 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -39,8 +39,8 @@ _MAX_LABEL_BYTES = 1 << 16
 class SavedSnapshots:
     """The registered models' snapshots in a folder, within a byte budget; no snapshots at 0 bytes.
 
-    Snapshots are saved in the background; a failure never fails a load. After a decrease of
-    ``budget_bytes``, call ``shrink``.
+    Snapshots are saved in the background; a failure never fails a load. ``look_up`` comes first.
+    After a decrease of ``budget_bytes``, call ``shrink``.
     """
 
     def __init__(self, folder: Path, budget_bytes: int, keys: SnapshotKeys) -> None:
@@ -51,11 +51,7 @@ class SavedSnapshots:
         self._shrinking: set[asyncio.Task[None]] = set()
 
     async def look_up(self, model: ModelToLoad, ready: WorkerReady, degree: int = 1) -> int | None:
-        """Return the bytes of the model's saved snapshot for such a worker of ``degree`` GPUs, None
-        without one.
-
-        ``read`` and ``keep`` then refer to this snapshot.
-        """
+        """Return the bytes of a worker's saved snapshot, None without one."""
         if await self._keys.note(model, ready, degree) is None:
             return None
         return (await self.sizes()).get(SnapshotId(model.name, degree))
@@ -63,8 +59,7 @@ class SavedSnapshots:
     async def read(self, of: SnapshotId, nodes: Sequence[int]) -> SavedSnapshot | None:
         """Return a saved snapshot, or None; the caller owns the descriptor.
 
-        The part of each GPU gets memory of one of the NUMA ``nodes``. ``look_up`` must have been
-        called before.
+        The part of each GPU gets memory of one of the NUMA ``nodes``.
         """
         key = self._keys.get(of)
         if key is None or not self.budget_bytes:
@@ -84,7 +79,6 @@ class SavedSnapshots:
         return {of: found[key] for of, key in self._keys.all().items() if key in found}
 
     async def used_bytes(self) -> int:
-        """Bytes of all snapshots in the folder."""
         if not self.budget_bytes:
             return 0
         return sum(file.num_bytes for file in await asyncio.to_thread(self._files.list))
@@ -94,12 +88,12 @@ class SavedSnapshots:
         return self._keys.get(of)
 
     def keep(self, of: SnapshotId, snapshot: CachedSnapshot) -> None:
-        """Save a snapshot in the background; ``look_up`` must have been called before."""
+        """Save a snapshot in the background."""
         key = self._keys.get(of)
         if key is None or not self.budget_bytes:
             return
-        try:
-            copy = _copy(snapshot)
+        try:  # the cache may drop the snapshot meanwhile
+            copy = replace(snapshot, fd=os.dup(snapshot.fd))
         except OSError as error:
             _logger.warning("%s: the snapshot could not be saved: %s", of, error)
             return
@@ -126,19 +120,13 @@ class SavedSnapshots:
                 self._files.drop(key)
 
     async def tidy(self, wanted: Iterable[SnapshotId]) -> None:
-        """Delete files that belong to no model, for example of changed checkpoints.
-
-        Has no effect before all ``wanted`` snapshots have been looked up.
-        """
+        """Delete files of no model, when all ``wanted`` snapshots have been looked up."""
         keys = self._keys.all()
         if self.budget_bytes and all(of in keys for of in wanted):
             await asyncio.to_thread(self._files.remove_others, lambda: self._keys.all().values())
 
     def shrink(self, last_use_of: Callable[[SnapshotId], float]) -> None:
-        """Delete files beyond a smaller budget in the background.
-
-        Files of unknown models go first, then the least recently used.
-        """
+        """Delete files beyond a smaller budget in the background, the least recently used first."""
         used_at = {key: last_use_of(of) for of, key in self._keys.all().items()}
         task = asyncio.create_task(asyncio.to_thread(self._fit, used_at), name="shrink-snapshots")
         self._shrinking.add(task)
@@ -189,27 +177,16 @@ class SavedSnapshots:
             os.close(snapshot.fd)
 
 
-def _copy(snapshot: CachedSnapshot) -> CachedSnapshot:
-    """Return a copy with its own descriptor, because the cache may drop the snapshot meanwhile."""
-    return CachedSnapshot(
-        os.dup(snapshot.fd), snapshot.num_bytes, snapshot.digest, snapshot.self_check
-    )
-
-
 def _close(reading: asyncio.Future[SavedSnapshot | None]) -> None:
     if not reading.cancelled() and (saved := reading.result()) is not None:
         os.close(saved.fd)
 
 
 def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:
-    """Return a hex digest of all inputs of the model's snapshot.
+    """Return a hex digest of all inputs of the model's snapshot, to be called before it is read.
 
-    The name of a group's device begins with the number of its GPUs.
-    A checkpoint counts by paths, sizes and modification times of its files, without hidden files.
-    To be called before the engine reads the files, because a later change would go unnoticed.
-
-    Raises:
-        Failed: the checkpoint's folder cannot be read.
+    The name of a group's device begins with the number of its GPUs. A checkpoint counts by paths,
+    sizes and modification times of its files, without hidden files.
     """
     try:
         files = sorted(_checkpoint_files(model.path))
@@ -225,8 +202,7 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
 def kv_identity(model: ModelToLoad, snapshot_key: str | None) -> str:
     """Return a digest of all that decides on a model's KV, empty without the snapshot's key.
 
-    The key says which files the snapshot was made of, and with which options; the present options
-    may be others.
+    The key has the options with which the snapshot was made; the present options may be others.
     """
     if snapshot_key is None:
         return ""
@@ -240,10 +216,7 @@ class SnapshotKeys:
         self._keys: dict[SnapshotId, str] = {}
 
     async def note(self, model: ModelToLoad, ready: WorkerReady, degree: int = 1) -> str | None:
-        """Examine a model's checkpoint; return the key for such a worker of ``degree`` GPUs.
-
-        Returns None, with a line in the log, if the folder cannot be read.
-        """
+        """Examine a checkpoint; return the key for such a worker, None for an unreadable folder."""
         of = SnapshotId(model.name, degree)
         try:
             key = await asyncio.to_thread(
@@ -339,13 +312,12 @@ class _Unfit(Exception):
 
 
 class StoredSnapshots:
-    """Stores the cache's snapshots in the service manager, and restores snapshots at the start.
+    """Stores the cache's snapshots in the service manager, if any, and restores them at the start.
 
-    Has no effect without a service manager.
+    Returned descriptors that are no valid snapshot are closed at once.
     """
 
     def __init__(self, store: FdStore, keys: SnapshotKeys) -> None:
-        """Examine the returned descriptors; close the descriptors of invalid snapshots."""
         self._store = store
         self._keys = keys
         self._names: dict[int, str] = {}  # by the descriptor of the snapshot in this process
@@ -354,10 +326,7 @@ class StoredSnapshots:
         self._sort_out()
 
     def store(self, of: SnapshotId, snapshot: CachedSnapshot) -> None:
-        """Store a snapshot unless stored already.
-
-        A failure is logged: the snapshot then ends with the daemon.
-        """
+        """Store a snapshot unless stored already; after a failure it ends with the daemon."""
         key = self._keys.get(of)
         if snapshot.fd in self._names or key is None or not self._store.is_there:
             return
@@ -407,11 +376,8 @@ class StoredSnapshots:
             for of, stored in self._found.items():
                 if of in kept:
                     continue
-                _logger.warning(
-                    "%s: the snapshot of %s stored by systemd is not needed",
-                    of,
-                    format_bytes(stored.label.num_bytes),
-                )
+                size = format_bytes(stored.label.num_bytes)
+                _logger.warning("%s: the snapshot of %s stored by systemd is not needed", of, size)
                 self._release(stored.name, stored.fd)
             self._found = kept
 
@@ -429,11 +395,8 @@ class StoredSnapshots:
             del self._found[of]
             self._names[stored.fd] = stored.name
             cache.put(of, stored.fd, label.digest, label.self_check)
-            _logger.info(
-                "%s: the snapshot of %s has outlived the last daemon",
-                of,
-                format_bytes(label.num_bytes),
-            )
+            size = format_bytes(label.num_bytes)
+            _logger.info("%s: the snapshot of %s has outlived the last daemon", of, size)
 
     def _sort_out(self) -> None:
         by_name: defaultdict[str, list[int]] = defaultdict(list)
@@ -460,11 +423,7 @@ class StoredSnapshots:
 
 
 def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
-    """Return the snapshot and its label, distinguished by their seals.
-
-    Raises:
-        _Unfit, OSError: the descriptors are no valid snapshot with a label.
-    """
+    """Return the snapshot and its label, distinguished by seals, or raise _Unfit or OSError."""
     labels = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED]
     snapshots = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED & ~fcntl.F_SEAL_WRITE]
     if len(labels) != 1 or len(snapshots) != 1 or len(fds) != 2:

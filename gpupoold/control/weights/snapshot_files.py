@@ -99,11 +99,10 @@ class SnapshotFiles:
         self._writing = threading.Lock()
 
     def save(self, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]) -> None:
-        """Write the snapshot behind the memfd ``fd``, which the caller keeps, completely or not
-        at all.
+        """Write the snapshot behind the memfd ``fd``, which the caller keeps, completely or not at
+        all.
 
-        Raises:
-            Failed: the disk is full, or writing failed.
+        Raises Failed if the disk is full, or writing failed.
         """
         path = self._path(key)
         draft = path.with_name(path.name + _DRAFT_SUFFIX)
@@ -126,9 +125,8 @@ class SnapshotFiles:
     def load(self, key: str, nodes: Sequence[int] = (NO_NODE,)) -> SavedSnapshot | None:
         """Return the snapshot in a new memfd, None without an intact file.
 
-        Equal parts of the memfd get memory of a NUMA node each.
-
-        A damaged file is deleted; an unreadable file stays. The log has the reason.
+        Equal parts of the memfd get memory of a NUMA node each. A damaged file is deleted; an
+        unreadable file stays. The log has the reason.
         """
         path = self._path(key)
         try:
@@ -147,8 +145,8 @@ class SnapshotFiles:
         _remove(self._path(key))
 
     def remove_others(self, wanted: Callable[[], Iterable[str]]) -> None:
-        """Delete the snapshots without one of the ``wanted`` keys, and leftovers of interrupted
-        saves.
+        """Delete leftovers of interrupted saves, and all snapshots without one of the ``wanted``
+        keys.
 
         The keys are asked for between two saves, because a saved snapshot may have a new key.
         """
@@ -191,9 +189,7 @@ def _write_draft(
 ) -> None:
     """Write the data, then the header: before, the file has no magic.
 
-    Raises:
-        OSError: writing failed.
-        ValueError: the snapshot is empty, or the self-check does not fit in the header.
+    Raises OSError, or ValueError for an empty snapshot or a self-check too long for the header.
     """
     digests = []
     with (
@@ -228,12 +224,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _read(path: Path, key: str, nodes: Sequence[int]) -> SavedSnapshot:
-    """Return the snapshot in a new memfd.
-
-    Raises:
-        _Damaged: the file is damaged, or was saved under another key.
-        OSError: the file could not be read, or there is too little memory.
-    """
+    """Return the snapshot in a new memfd, or raise _Damaged or OSError."""
     with open(path, "rb", buffering=0) as file:
         header = _decode(os.pread(file.fileno(), _HEADER_BYTES, 0))
         if header.key != key:
@@ -284,7 +275,6 @@ def _copy_chunk(fd: int, source: int, start: int, num_bytes: int) -> bytes:
 
 
 def _combined(digests: Iterable[bytes]) -> str:
-    """Return the checksum of data whose chunks have these digests."""
     return blake3(b"".join(digests)).hexdigest()
 
 
@@ -304,11 +294,7 @@ def _write_at(fd: int, piece: memoryview, offset: int) -> None:
 
 
 def _encode(header: _Header) -> bytes:
-    """Return the 4096 bytes of a header.
-
-    Raises:
-        ValueError: the header is too long.
-    """
+    """Return the 4096 bytes of a header, or raise ValueError if the header is too long."""
     text = msgspec.json.encode(header).ljust(_HEADER_BYTES - _TEXT_OFFSET)
     block = _MAGIC + blake3(text).digest() + text
     if len(block) > _HEADER_BYTES:
@@ -317,11 +303,7 @@ def _encode(header: _Header) -> bytes:
 
 
 def _decode(block: bytes) -> _Header:
-    """Parse the 4096 bytes of a header.
-
-    Raises:
-        _Damaged: the header is invalid, damaged or of another format.
-    """
+    """Parse the 4096 bytes of a header, or raise _Damaged."""
     if len(block) < _HEADER_BYTES:
         raise _Damaged(f"only {len(block)} bytes")
     if not block.startswith(_MAGIC):

@@ -1,4 +1,1 @@
-"""The worker processes, one per device: start, orders, messages, roles.
-
-Imports ``fleet``, ``processes`` and ``weights``; owns no request.
-"""
+"""The worker processes, one per device; owns no request."""

@@ -141,8 +141,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         worker = self._worker
         if not worker.has_come_up:
             self._drop_kv_host()  # the memory itself may be at fault
-        worker.state, worker.has_come_up = "starting", False
-        worker.has_loaded = False
+        worker.state, worker.has_come_up, worker.has_loaded = "starting", False, False
         self._spare_less()
         reading = await self._gpu_readings.first_of(worker.number)
         spare_bytes = self._spare_bytes + (_DISPLAY_BYTES if reading.has_display else 0)
@@ -175,8 +174,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
     def _spare_more(self) -> bool:
         """Leave more of each GPU free from the next start on; return False at the limit.
 
-        Other programs took memory, or steps need more than the reserve: with the same pages the
-        next process would end too.
+        Other programs or the steps need more: with the same pages the next process would end too.
         """
         ready, before = self._worker.ready, self._spare_bytes
         if ready is None:
@@ -226,16 +224,12 @@ class WorkerProcess(Supervised[m.FromWorker]):
                 worker.calls.answered(message, message.result)
             case m.WorkerStatus():
                 worker.status, activity = message, message.activity
-                has_work = any(
-                    model.num_live for model in message.models if model.model == activity.on_turn
-                )
+                on_turn = [held for held in message.models if held.model == activity.on_turn]
                 loading = message.loading
                 is_held = loading is not None and loading.holds_turns
-                watch.stepped(now_s, activity.num_steps, has_work=has_work and not is_held)
-                if loading is None:
-                    watch.loads("", 0.0)
-                else:
-                    watch.loads(loading.model, loading.began_s)
+                has_work = not is_held and any(held.num_live for held in on_turn)
+                watch.stepped(now_s, activity.num_steps, has_work=has_work)
+                watch.loads(*("", 0.0) if loading is None else (loading.model, loading.began_s))
             case _:
                 self._handlers.on_message(worker, message)
 
@@ -255,9 +249,9 @@ class WorkerProcess(Supervised[m.FromWorker]):
         is_replaced = host.phase in (HostPhase.LOADED, HostPhase.ATTACHED)
         load = worker.answered_load(name)
         if load is not None and (is_replaced or host.phase is HostPhase.LOADING):
-            record = host.replaced if is_replaced else host.loaded
             self._hosts.loaded(name, worker.number, message.engine_of, message.family)
-            record(message.layout_digest, message.memory, has_snapshot=message.has_snapshot)
+            has_snapshot = message.has_snapshot
+            host.loaded(message.layout_digest, message.memory, has_snapshot=has_snapshot)
             host.load, host.since_s = message.stages, time.monotonic()
             host.resident_bytes = message.resident_bytes
             host.why_unshared = message.why_unshared
@@ -272,7 +266,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         if load is not None:
             host = self._hosts.of(message.name, self._worker.number)
             if host.phase is HostPhase.LOADING:
-                host.note(HostEvent.FAIL)
+                host.move(HostEvent.FAIL)
             load.set_exception(error_from_code(message.error_code, message.message, message.hint))
 
     def _forget(self, reason: str) -> None:
@@ -300,15 +294,11 @@ def unbound_bytes(model: str, workers: Iterable[Worker]) -> dict[int, int]:
 
 
 def module_of(device: DeviceSettings) -> str:
-    """Return the module of the device's worker process."""
     return "gpupoold.simdevice" if device.kind == "sim" else "gpupoold.worker"
 
 
 def arguments_of(settings: Settings, number: int, spare_bytes: int = 0) -> list[str]:
-    """Return the command-line options of a device's worker.
-
-    ``spare_bytes`` of each GPU stay free beside the reserve.
-    """
+    """Return the options of a device's worker; ``spare_bytes`` of each GPU stay free further."""
     device = settings.devices[number]
     reserve_bytes = settings.memory.reserve_for(device.kind)
     kept_bytes = reserve_bytes + spare_bytes
@@ -354,8 +344,7 @@ def arguments_of(settings: Settings, number: int, spare_bytes: int = 0) -> list[
 def engine_environment(settings: Settings) -> dict[str, str]:
     """Return variables for the number of threads, and on emulated devices for copies in memory.
 
-    The C library then copies pieces of some MiB past the processor's caches, which the engine
-    needs; such copies are 1.5 times as fast.
+    The C library then copies pieces of some MiB past the processor's caches, 1.5 times as fast.
     """
     threads = os.environ.get("OMP_NUM_THREADS", str(compute_threads(settings)))
     found = {"OMP_NUM_THREADS": threads}
@@ -369,8 +358,8 @@ def engine_environment(settings: Settings) -> dict[str, str]:
 def compute_threads(settings: Settings) -> int:
     """Return the compute threads per GPU of an emulated device.
 
-    One core stays free for the daemon and the frontend, as in vLLM's API server: compute threads
-    spin, and a spinning thread without a core stalls all compute threads.
+    One core stays free for the daemon and the frontend: a spinning thread without a core stalls
+    all.
     """
     return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, _num_computing(settings)))
 
@@ -389,36 +378,30 @@ class WorkerIsDown(WorkerEnded):
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """A worker and its awaited answers.
+    """A worker and its awaited answers; ``process`` is None before the start.
 
-    ``process`` is None before the start.
+    The present or last process ``has_come_up`` when ready, and ``has_loaded`` the models of its
+    start. ``kv_host_fd`` is the KV host cache of the latest process that came up, for other workers
+    and for the next process. ``loads`` were ordered and not answered, which a worker does in order.
     """
 
     number: int
     device: DeviceSettings
     state: str = "starting"
     has_come_up: bool = False
-    """True if the present or last process has been ready."""
     has_loaded: bool = False
-    """True if the present or last process has loaded the models of its start."""
-    load_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a load: a worker has one load at a time."""
-    num_loads: int = 0
-    """Number of loads that run or wait for ``load_lock``."""
+    load_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # a worker has one load at a time
+    num_loads: int = 0  # that run or wait for the lock
     process: Supervised[m.FromWorker] | None = None
     ready: m.WorkerReady | None = None
     status: m.WorkerStatus | None = None
     reading: Reading = NO_READING
-    """The driver's latest readings of the GPU."""
     loads: defaultdict[str, deque[Load]] = field(default_factory=lambda: defaultdict(deque))
-    """The loads of each model that were ordered and not answered, which a worker does in order."""
     unloading: Pending[str, None] = field(default_factory=Pending)
     taking: Pending[str, str] = field(default_factory=Pending)
     dropping: Pending[str, None] = field(default_factory=Pending)
     calls: Calls[object] = field(default_factory=Calls)
     kv_host_fd: int | None = None
-    """Descriptor of the KV host cache of the latest process that came up, for other workers and for
-    the next process."""
 
     @property
     def is_ready(self) -> bool:
@@ -427,7 +410,6 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The process id; None while no process runs."""
         return None if self.process is None else self.process.pid
 
     @property

@@ -37,11 +37,9 @@ class WorkerSupervisor:
         execute: Starter = execute,
         timing: Timing = REAL_TIME,
     ) -> None:
-        """``forks`` starts the processes of emulated devices, ``execute`` all others. ``hosts`` has
-        the phases of the models on the workers.
+        """``forks`` starts the processes of emulated devices, ``execute`` all others.
 
-        A GPU's process is a program of its own, because the choice of the GPU must precede any use
-        of CUDA.
+        A GPU's process is a program of its own: the choice of the GPU must precede any use of CUDA.
         """
         self._settings = settings
         self._forks = forks
@@ -95,11 +93,7 @@ class WorkerSupervisor:
                 raise no_such_device(number, len(self.workers))
 
     async def wait_ready(self, worker: Worker) -> None:
-        """Return when the worker can load models; a parked worker is woken.
-
-        Raises:
-            Unavailable: the worker did not come up in time.
-        """
+        """Return when the worker, woken if parked, can load models; Unavailable if too late."""
         self.wake(worker.number)
         limit_s = _RESTART_TIMEOUT_S if worker.state == "down" else _READY_TIMEOUT_S
         try:
@@ -136,13 +130,9 @@ class WorkerSupervisor:
         return up or self.workers
 
     async def device_sizes(self, *, of_all: bool = False) -> list[int]:
-        """Return the memory in bytes of the devices whose workers are ready.
+        """Return the bytes of the devices whose workers are ready, waiting for one or ``of_all``.
 
-        Wait until one worker is ready; with ``of_all`` until each is ready or did not come up in
-        time.
-
-        Raises:
-            Unavailable: no worker came up in time.
+        Raises Unavailable if no worker came up in time.
         """
         if of_all or not self.any_ready:
             waits = [asyncio.create_task(self.wait_ready(worker)) for worker in self.workers]
@@ -167,13 +157,8 @@ class WorkerSupervisor:
         """Load or replace a model on a worker; return its facts and a descriptor of the snapshot.
 
         The descriptor is None from a device without snapshots. Steps are then profiled for at most
-        ``profiling_budget_s``. The caller holds ``worker.load_lock``.
-
-        Raises:
-            WorkerIsDown: the worker is down.
-            WorkerEnded: the worker ended before answering.
-            GpupoolError: the worker's reason.
-            TimedOut: the load exceeded the configured time.
+        ``profiling_budget_s``. The caller holds ``worker.load_lock``. Raises WorkerIsDown, or
+        WorkerEnded if the worker ended before answering.
         """
         if not worker.is_ready:
             raise WorkerIsDown(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
@@ -181,16 +166,13 @@ class WorkerSupervisor:
         # The phase stays if the caller does not wait for the end of the load.
         host = self._hosts.of(model.name, worker.number)
         if not host.is_ordered:
-            host.note(HostEvent.LOAD)
-        if snapshot is None:
-            order = m.LoadModel(
-                model, profiling_budget_s=profiling_budget_s, kv_identity=kv_identity
-            )
-            worker.send(order)
-        else:
-            digest, self_check = snapshot.digest, snapshot.self_check
-            order = m.LoadModel(model, True, digest, profiling_budget_s, self_check, kv_identity)
-            worker.send(order, (snapshot.fd,))
+            host.move(HostEvent.LOAD)
+        digest, self_check = (
+            ("", ()) if snapshot is None else (snapshot.digest, snapshot.self_check)
+        )
+        given, budget_s = snapshot is not None, profiling_budget_s
+        order = m.LoadModel(model, given, digest, budget_s, self_check, kv_identity)
+        worker.send(order, () if snapshot is None else (snapshot.fd,))
         limit_s = self._settings.limits.load_timeout_s
         load: Load = asyncio.get_running_loop().create_future()
         worker.loads[model.name].append(load)
@@ -222,21 +204,16 @@ class WorkerSupervisor:
         host = self._hosts.of(name, worker.number)
         if not host.is_ordered:
             return
-        host.note(HostEvent.UNLOAD)
+        host.move(HostEvent.UNLOAD)
         worker.send(m.UnloadModel(name, keeps_engine))
         try:
             await self._answer(worker, worker.unloading, name, f"unload {name}")
         finally:
             if host.phase is HostPhase.UNLOADING:
-                host.note(HostEvent.UNLOADED)
+                host.move(HostEvent.UNLOADED)
 
     async def give_snapshot(self, worker: Worker, name: str, snapshot: CachedSnapshot) -> None:
-        """Attach a snapshot of the right layout to a model on a worker; return when attached.
-
-        Raises:
-            Failed: the worker cannot map or pin the snapshot, or is down.
-            TimedOut: the worker did not answer.
-        """
+        """Attach a snapshot of the right layout to a model on a worker; return when attached."""
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}")
         host = self._hosts.of(name, worker.number)
@@ -253,14 +230,14 @@ class WorkerSupervisor:
                 "see `gpupool logs`",
             )
         if host.phase is HostPhase.LOADED:  # else the worker has ended after the answer
-            host.note(HostEvent.ATTACH)
+            host.move(HostEvent.ATTACH)
 
     async def drop_snapshot(self, worker: Worker, name: str) -> None:
         """Make a worker release a model's snapshot; return after the release."""
         host = self._hosts.of(name, worker.number)
         if not host.has_snapshot:
             return
-        host.note(HostEvent.DETACH)
+        host.move(HostEvent.DETACH)
         worker.send(m.DropSnapshot(name))
         await self._answer(worker, worker.dropping, name, f"release the snapshot of {name}")
 
@@ -270,11 +247,6 @@ class WorkerSupervisor:
         """Run a named operation on a worker between two steps.
 
         ``limit_s`` None means the load timeout, because a load may have to finish before.
-
-        Raises:
-            Unavailable: the worker starts, or is down or parked.
-            GpupoolError: the operation's error.
-            TimedOut: no answer within ``limit_s``.
         """
         if not worker.is_ready:
             raise Unavailable(f"worker {worker.number} is {worker.state}")
@@ -300,7 +272,6 @@ class WorkerSupervisor:
             ) from None
 
     def reconfigure(self) -> None:
-        """Send the present configuration to all running workers."""
         for process in self.processes:
             process.reconfigure()
 

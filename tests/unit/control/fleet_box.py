@@ -51,7 +51,7 @@ class FleetBox:
         self.fleet.hosts.lose_worker(number)
         for name in self.names:
             host = self.fleet.hosts.of(name, number)
-            host.note(HostEvent.LOAD)
+            host.move(HostEvent.LOAD)
             host.loaded(LAYOUT, has_snapshot=True)
             self.fleet.opened(name)
 

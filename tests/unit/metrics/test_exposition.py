@@ -72,7 +72,7 @@ async def test_what_was_counted_is_told_until_the_model_is_removed(
     await add(control_plane)
     exporter, meter = (
         exporter_of(control_plane),
-        control_plane.dispatcher.accounts.meters.model(MODEL),
+        control_plane.dispatcher.accounts.meters.models[MODEL],
     )
     meter.refused["queue_full"] = 3
     counts = control_plane.dispatcher.accounts.stats.setdefault(MODEL, ModelStats()).now

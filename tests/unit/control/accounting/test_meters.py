@@ -38,7 +38,7 @@ class TestSwitches:
         meters.warmed("llama", [0, 1])
         for _ in range(2):
             meters.switched(switch(device=1))
-        assert meters.device(1).switches == {"cold": 1, "host_cached": 1}
+        assert meters.devices[1].switches == {"cold": 1, "host_cached": 1}
         assert len(meters.switch_seconds["cold"]) == 1
 
     def test_stages_and_bytes_add_up(self) -> None:
@@ -56,30 +56,30 @@ class TestTurns:
         meters = Meters()
         meters.turn_ended(0, ended("a"))
         meters.turn_ended(0, ended("a", began_s=1.125))
-        assert meters.device(0).turns == {"a": 2}
-        assert meters.device(0).turn_seconds == {"a": 0.375}
+        assert meters.devices[0].turns == {"a": 2}
+        assert meters.devices[0].turn_seconds == {"a": 0.375}
 
     def test_one_that_never_ran_does_not_count(self) -> None:
         meters = Meters()
         meters.turn_ended(0, ended("a", None))
-        assert meters.device(0).turns == {}
-        assert meters.device(0).switches == {}
+        assert meters.devices[0].turns == {}
+        assert meters.devices[0].switches == {}
 
     def test_another_model_without_a_switch_was_resident(self) -> None:
         meters = Meters()
         meters.switched(switch(device=0, model="a", weight_bytes=0, prefetched_bytes=0))
         for model in ("a", "b", "b", "a"):
             meters.turn_ended(0, ended(model))
-        assert meters.device(0).switches == {"resident": 3}
+        assert meters.devices[0].switches == {"resident": 3}
         assert len(meters.switch_seconds["resident"]) == 3
 
     def test_a_new_worker_has_nothing(self) -> None:
         meters = Meters()
         meters.switched(switch(device=0, model="a"))
-        meters.device(0).worker_ended()
+        meters.devices[0].worker_ended()
         meters.switched(switch(device=0, model="a"))
         meters.turn_ended(0, ended("a"))
-        assert meters.device(0).switches == {"host_cached": 2}
+        assert meters.devices[0].switches == {"host_cached": 2}
 
 
 def test_models_that_are_gone_leave_nothing() -> None:
@@ -89,6 +89,6 @@ def test_models_that_are_gone_leave_nothing() -> None:
         meters.turn_ended(0, ended(model))
     meters.warmed("a", [0])
     meters.forget_others(["b"])
-    assert list(meters.models) == list(meters.device(0).turns) == ["b"]
-    assert list(meters.device(0).turn_seconds) == ["b"]
-    assert meters.device(0).switched(switch(model="a")) == "host_cached"
+    assert list(meters.models) == list(meters.devices[0].turns) == ["b"]
+    assert list(meters.devices[0].turn_seconds) == ["b"]
+    assert meters.devices[0].switched(switch(model="a")) == "host_cached"

@@ -147,7 +147,7 @@ def test_warm_is_what_can_run_at_once(box: FleetBox) -> None:
     box.warm.clear()
     assert not fleet.is_warm(NAME)
     box.warm.add(NAME)
-    fleet.hosts.of(NAME, 1).note(HostEvent.DETACH)
+    fleet.hosts.of(NAME, 1).move(HostEvent.DETACH)
     assert not fleet.is_warm(NAME)
     fleet.hosts.lose_worker(1)
     fleet.lose_device(1)
@@ -244,7 +244,7 @@ def test_engines_to_take_over() -> None:
     families = {"a": "llama", "b": "llama", "d": "other", "alone": ""}
     for number, name in ((0, "a"), (1, "b"), (1, "d"), (2, "alone")):
         host = hosts.of(name, number)
-        host.note(HostEvent.LOAD)
+        host.move(HostEvent.LOAD)
         host.loaded(LAYOUT, has_snapshot=True)
         hosts.loaded(name, number, family=families[name])
     engines = hosts.engines()

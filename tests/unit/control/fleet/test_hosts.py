@@ -15,7 +15,7 @@ def hosts_with(*others: str) -> Hosts:
     hosts = Hosts()
     for name, num_bytes in (("first", FIRST_BYTES), *((one, OTHER_BYTES) for one in others)):
         host = hosts.of(name, 0)
-        host.note(HostEvent.LOAD)
+        host.move(HostEvent.LOAD)
         host.loaded("digest", EngineMemory(num_bytes, num_bytes), has_snapshot=True)
         hosts.loaded(name, 0)
     return hosts
@@ -50,8 +50,8 @@ def test_a_kept_engine_is_counted_with_the_model_that_takes_it_over(
     hosts = hosts_with("a")
     hosts.keep_engine("first", 0)
     host = hosts.of("first", 0)
-    host.note(HostEvent.UNLOAD)
-    host.note(HostEvent.UNLOADED)
+    host.move(HostEvent.UNLOAD)
+    host.move(HostEvent.UNLOADED)
     hosts.loaded("b", 0, engine_of)
     assert hosts.kept_bytes(0) == kept_bytes
     assert hosts.first_on(0) == ("b" if engine_of else "")

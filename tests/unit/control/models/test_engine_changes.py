@@ -50,7 +50,7 @@ async def test_requests_go_on_in_the_new_engines(box: ModelsBox) -> None:
     request = box.dispatcher.live.get("r1")
     assert request is not None
     assert box.frontends.states() == {"a": "ready", "b": "ready"}
-    assert box.dispatcher.accounts.meters.model("a").resumed == 1
+    assert box.dispatcher.accounts.meters.models["a"].resumed == 1
 
 
 @pytest.mark.asyncio
@@ -214,7 +214,7 @@ async def test_requests_of_a_replaced_engine_go_on_though_nobody_waits(box: Mode
     await box.until(lambda: ("a", number) in box.waiting)
     replacing.cancel()
     box.release()
-    await box.until(lambda: box.dispatcher.accounts.meters.model("a").resumed == 1)
+    await box.until(lambda: box.dispatcher.accounts.meters.models["a"].resumed == 1)
     await box.until(lambda: any(box.requests.values()))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 
 import pytest
 
 from gpupool_state import History
 from gpupoold.config.sections import LimitSettings
+from gpupoold.control.access import Keyring
 from gpupoold.control.accounting.meters import RefusalEvents
 from gpupoold.control.accounting.model_stats import ModelStats
 from gpupoold.control.live_requests import LiveRequests
@@ -53,7 +55,7 @@ class Queue:
             self.stats,
             self.core.state,
             lambda model, reason: self.reasons.append(f"{model} {reason}"),
-            self.keys,
+            cast(Keyring, self.keys),
         )
 
     def take(
@@ -241,7 +243,7 @@ def test_bounds_by_priority(bound: int) -> None:
     keys = Keys()
     order = (Priority.LOW, Priority.NORMAL, Priority.HIGH)
     for keys.has_high in (False, True):
-        low, normal, high = (bound_for(one, bound, keys) for one in order)
+        low, normal, high = (bound_for(one, bound, cast(Keyring, keys)) for one in order)
         assert 1 <= low <= normal <= high == bound
         assert normal == bound or keys.has_high
         # Someone can always be served, and a quarter at most is kept from anybody.

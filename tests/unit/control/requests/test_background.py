@@ -56,7 +56,7 @@ async def test_background_is_on_no_account_of_latency(bench: Bench) -> None:
     stats = bench.dispatcher.accounts.stats[NAME]
     assert (stats.now.tokens, stats.now.first_tokens, stats.background_tokens) == (0, 0, 2)
     assert stats.now.completed == 1
-    assert bench.dispatcher.accounts.meters.model(NAME).finished[FinishReason.STOP] == 1
+    assert bench.dispatcher.accounts.meters.models[NAME].finished[FinishReason.STOP] == 1
 
 
 async def test_background_has_no_time_limit_between_tokens(bench: Bench) -> None:

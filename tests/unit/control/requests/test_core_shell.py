@@ -55,7 +55,7 @@ def test_a_result_is_a_token_and_the_end(shell: CoreShell) -> None:
 def test_one_call_of_the_core_has_all_events_and_no_call_has_none(shell: CoreShell) -> None:
     num_calls = len(shell.core.entries())
     shell.handle()
-    shell.handle(arrived(add("r", 1)), *cut_short(["r"]))
+    shell.handle(arrived(add("r", 1)), *cut_short([add("r", 1)]))
     [entry] = shell.core.entries()[num_calls:]
     assert entry.now_s == 5.0
     assert [type(one) for one in entry.events] == [e.Arrived, e.Ended]
@@ -92,7 +92,7 @@ def test_only_an_answer_that_ends_by_itself_or_by_its_limit_is_complete() -> Non
         e.Ended("c", is_complete=False),
         e.Ended("d", is_complete=False),
     ]
-    assert cut_short(["e"]) == [e.Ended("e", is_complete=False)]
+    assert cut_short([add("e", 1)]) == [e.Ended("e", is_complete=False)]
 
 
 def test_memory_that_has_changed_is_told_alone_or_with_the_end_of_a_turn() -> None:

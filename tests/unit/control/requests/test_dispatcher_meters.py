@@ -21,7 +21,7 @@ async def test_a_request_from_its_arrival_to_its_end(history: History) -> None:
     bench.ask("a")
     bench.dispatcher.from_worker(bench.worker, step(m.RequestProgress("a", [7])))
     bench.dispatcher.from_worker(bench.worker, step(m.RequestProgress("a", [8, 9], "length")))
-    meter = bench.dispatcher.accounts.meters.model(NAME)
+    meter = bench.dispatcher.accounts.meters.models[NAME]
     counts = bench.dispatcher.accounts.stats[NAME].so_far_with_latencies()
     assert (counts.requests, meter.prompt_tokens, counts.tokens) == (1, 2, 3)
     assert (len(counts.ttft), len(counts.tbt)) == (1, 2)
@@ -34,7 +34,7 @@ async def test_refused_aborted_and_waiting_for_an_snapshot(history: History) -> 
     for request_id in "abcd":
         bench.ask(request_id)
     bench.dispatcher.from_frontend(m.AbortRequests(NAME, ["a"]))
-    meter = bench.dispatcher.accounts.meters.model(NAME)
+    meter = bench.dispatcher.accounts.meters.models[NAME]
     assert meter.refused == {"model_queue_full": 1}
     assert (bench.dispatcher.accounts.stats[NAME].so_far().requests, meter.cache_misses) == (3, 3)
     assert meter.finished == {"abort": 1}
@@ -44,7 +44,7 @@ async def test_dropped_ones_end_with_an_error(history: History) -> None:
     bench = Bench(history, drop_late=True)
     bench.ask("late", time.monotonic() - 2 * Targets().ttft_s)
     bench.dispatcher.tick(time.monotonic())
-    meter = bench.dispatcher.accounts.meters.model(NAME)
+    meter = bench.dispatcher.accounts.meters.models[NAME]
     assert (bench.dispatcher.accounts.stats[NAME].so_far().dropped, meter.finished) == (
         1,
         {"error": 1},
@@ -56,7 +56,7 @@ async def test_one_that_loses_its_worker_is_resumed(history: History) -> None:
     bench.cold.warm.add(NAME)
     bench.ask("a")
     bench.dispatcher.worker_down(bench.worker, "killed")
-    assert bench.dispatcher.accounts.meters.model(NAME).resumed == 1
+    assert bench.dispatcher.accounts.meters.models[NAME].resumed == 1
 
 
 async def test_the_core_is_timed(history: History) -> None:

@@ -142,7 +142,7 @@ def test_the_source_dies(box: Box, stage: str, has_kv: bool) -> None:
     box.check()
     is_at_target = stage not in (TOLD, LET_GO)
     [request] = box.dispatcher.live.all()
-    num_resumed = box.dispatcher.accounts.meters.model(request.model).resumed
+    num_resumed = box.dispatcher.accounts.meters.models[request.model].resumed
     assert num_resumed == (not is_at_target)  # scheduled anew with its token
     assert box.dispatcher.state.requests["r1"].num_tokens == 1
     box.exchange()

@@ -229,7 +229,7 @@ async def test_a_worker_that_starts_can_be_called_later(rig: Rig) -> None:
 
 async def test_a_load_behind_an_unload_that_is_given_up(rig: Rig) -> None:
     await rig.runs(0)
-    rig.hosts.of("llama", 0).note(HostEvent.LOAD)
+    rig.hosts.of("llama", 0).move(HostEvent.LOAD)
     unloading = asyncio.create_task(rig.supervisor.unload(rig.device, "llama"))
     await asyncio.sleep(0)
     with pytest.raises(TimedOut, match="not loaded"):

@@ -21,28 +21,21 @@ _NUM_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class LinkBandwidth:
-    """Bytes per second of copies in one direction at a time."""
+    """Bytes per second of copies in one direction at a time, to the device and to the host."""
 
     in_bytes_per_s: float
-    """Host to device."""
     out_bytes_per_s: float
-    """Device to host."""
 
 
 def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) -> LinkBandwidth:
     """Copy ``num_bytes``, or as much as free pages allow, each way; return the best of three.
 
     Pages and pinned host memory are allocated before, so only the link is measured.
-
-    Raises:
-        OutOfPages: no page is free.
-        OSError: the machine has too little memory.
-        CudaError: a call of the driver failed.
     """
     num_pages = max(1, min(pool.num_free, num_bytes // device.page_bytes))
     with scratch_memory(device, pool, num_pages * device.page_bytes) as scratch:
-        whole_in = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
-        whole_out = Copy(scratch.host_address, scratch.address, scratch.num_bytes)
+        whole_in = Copy(scratch.address_range.address, scratch.buffer.address, scratch.num_bytes)
+        whole_out = Copy(whole_in.source, whole_in.target, scratch.num_bytes)
         return LinkBandwidth(
             _best_of(device, Direction.IN, whole_in), _best_of(device, Direction.OUT, whole_out)
         )
@@ -52,8 +45,8 @@ def measure_far_share(device: Device, pool: PagePool, near: LinkBandwidth) -> fl
     """Return the share of the link's rate that copies in from another NUMA node have.
 
     1 on a machine with one node. The device copies such memory through buffers from now on, if that
-    is faster. The share depends on the machine: 0.31 with a P100 (gearshifft#82), 1 with an EPYC
-    9554 (rocm_bandwidth_test#129).
+    is faster. The share is 0.31 with a P100 (gearshifft#82), 1 with an EPYC 9554
+    (rocm_bandwidth_test#129).
     """
     own = device.rank_nodes[0]
     far = next((node for node in sorted(node_bytes()) if node != own), None)
@@ -63,7 +56,7 @@ def measure_far_share(device: Device, pool: PagePool, near: LinkBandwidth) -> fl
     num_bytes = num_pages * device.page_bytes
     for is_pinned in (True, False):
         with scratch_memory(device, pool, num_bytes, node=far, is_pinned=is_pinned) as scratch:
-            whole = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
+            whole = Copy(scratch.address_range.address, scratch.buffer.address, scratch.num_bytes)
             rates.append(_best_of(device, Direction.IN, whole))
     direct, staged = rates
     if staged > direct:
@@ -72,12 +65,7 @@ def measure_far_share(device: Device, pool: PagePool, near: LinkBandwidth) -> fl
 
 
 def measure_fill(device: Device, pool: PagePool) -> float:
-    """Return the bytes per second of mapping and filling pages, as in a switch; best of three.
-
-    Raises:
-        OSError: the machine has too little memory.
-        CudaError: a call of the driver failed.
-    """
+    """Return the bytes per second of mapping and filling pages, as in a switch; best of three."""
     fill_bytes = _FILL_PIECES * device.piece_bytes
     num_pages = min(pool.num_free, max(1, fill_bytes // device.page_bytes))
     with scratch_memory(device, pool, num_pages * device.page_bytes, is_mapped=False) as scratch:
@@ -87,7 +75,7 @@ def measure_fill(device: Device, pool: PagePool) -> float:
 def _fill_s(device: Device, scratch: Scratch) -> float:
     pages = range(scratch.address_range.num_pages)
     started_s = time.perf_counter()
-    scratch.address_range.retain(pages, scratch.host_address)
+    scratch.address_range.retain(pages, scratch.buffer.address)
     device.synchronize()
     took_s = time.perf_counter() - started_s
     scratch.address_range.drop(pages)
@@ -122,14 +110,6 @@ class Scratch:
     buffer: HostBuffer
     num_bytes: int
 
-    @property
-    def address(self) -> int:
-        return self.address_range.address
-
-    @property
-    def host_address(self) -> int:
-        return self.buffer.address
-
 
 @contextmanager
 def scratch_memory(
@@ -141,15 +121,10 @@ def scratch_memory(
     is_pinned: bool = True,
     node: int | None = None,
 ) -> Iterator[Scratch]:
-    """Allocate ``num_bytes`` of device memory and of pinned host memory until the context ends.
+    """Allocate device memory and pinned host memory, all pages touched, until the context ends.
 
-    All pages are touched before. If ``is_mapped`` is false, the address range has no pages. The
-    host memory is on a NUMA ``node``, None for the device's.
-
-    Raises:
-        OutOfPages: the device has fewer free pages.
-        OSError: the host has too little memory.
-        CudaError: a call of the driver failed.
+    If not ``is_mapped``, the address range has no pages. The host memory is on a NUMA ``node``,
+    None for the device's.
     """
     num_pages = -(-num_bytes // device.page_bytes)
     with ExitStack() as undo:

@@ -1,7 +1,4 @@
-"""The interface of a device, and ranges of addresses with its physical pages mapped.
-
-A device has physical pages, reserved addresses, copies to and from the host.
-"""
+"""The interface of a device, and ranges of addresses with its physical pages mapped."""
 
 from __future__ import annotations
 
@@ -75,17 +72,14 @@ class CopyStream(Protocol):
 
     Until a copy has finished, its pages must stay mapped, its host memory pinned, and no kernel may
     use its bytes. Kernels launched before ``fence`` finish before any copy that starts ``after``
-    the fence. If a device has several copy streams per direction, a fence of any applies to all.
+    the fence. A fence of any copy stream of a direction applies to all.
     """
 
     def fence(self) -> int:
         """Return a fence after all kernels launched so far; called by the turn loop's thread."""
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
-        """Start ``copies`` as one batch, in any order; return its number for ``wait``.
-
-        May return before the copies have finished.
-        """
+        """Start ``copies`` as one batch, in any order; return its number for ``wait``."""
 
     def wait(self, batch: int) -> None:
         """Return when a batch and all earlier ones have finished."""
@@ -95,10 +89,7 @@ class CopyStream(Protocol):
 
 
 class Fence:
-    """A moment of the engines' work: the kernels launched before ``record``.
-
-    This class is the fence of a device whose kernels are synchronous: no method has work to do.
-    """
+    """The kernels launched before ``record``; of no effect where kernels are synchronous."""
 
     def record(self) -> None:
         """Take the present moment instead of the former one."""
@@ -114,31 +105,21 @@ class Device(ABC):
     """One device's memory.
 
     The worker's turn loop makes all calls, except those of copy streams and of ``DeviceThread``.
-
-    Physical pages ``0 .. num_pages - 1`` exist from construction to ``close``; the page pool
-    assigns the pages to owners. Addresses are plain integers, valid for tensors while pages are
-    mapped.
+    Physical pages ``0 .. num_pages - 1`` exist until ``close``; the page pool assigns the pages to
+    owners. Addresses are integers, valid for tensors while pages are mapped.
     """
 
     page_bytes: int
     num_pages: int
     is_host_addressable: bool
-    has_link: bool = True
-    """False if the host's cores make the copies, which then delay steps instead of overlapping."""
-    table_pages: int = 1
-    """Pages per page table, where moving a whole table makes mapping cheaper."""
-    piece_bytes: int = 16 << 20
-    """Bytes that ``map_and_fill`` copies while it maps the next piece, if the backend can."""
-    load_slack_bytes: int = 0
-    """Memory that vLLM needs beyond a model's weights while it loads the model."""
-    copy_batch_bytes: int = 8 << 20
-    """Bytes that a copy stream copies at a time, enough to keep the link busy."""
-    rank_nodes: Sequence[int] = (NO_NODE,)
-    """NUMA node with the nearest host memory of each rank, ``NO_NODE`` if all nodes are equal."""
-    pci_bus_id: str = ""
-    """PCI address of the GPU, of the first GPU of a group; empty on an emulated device."""
-    num_ranks: int = 1
-    """Number of GPUs that hold each model together. Pages and bytes are those of one rank."""
+    has_link: bool = True  # else the host's cores copy, which delays steps instead of overlapping
+    table_pages: int = 1  # per page table, where moving a whole table makes mapping cheaper
+    piece_bytes: int = 16 << 20  # copied by map_and_fill() while it maps the next piece, if it can
+    load_slack_bytes: int = 0  # needed by vLLM beyond a model's weights during a load
+    copy_batch_bytes: int = 8 << 20  # that a copy stream copies at a time, to keep the link busy
+    rank_nodes: Sequence[int] = (NO_NODE,)  # with the nearest host memory of each rank
+    pci_bus_id: str = ""  # of the first GPU; empty on an emulated device
+    num_ranks: int = 1  # GPUs that hold each model together; pages and bytes are of one rank
 
     def __init__(self) -> None:
         self.spent = FillTime()
@@ -269,10 +250,8 @@ class Device(ABC):
 def most_addressable(device: Device, num_pages: int) -> int:
     """Return for how many pages addresses can be reserved now, at most ``num_pages``.
 
-    The driver of WSL cannot reserve 32 GiB on some machines (node-llama-cpp#580).
-
-    Raises:
-        Failed: not even the addresses of a page can be reserved.
+    The driver of WSL cannot reserve 32 GiB on some machines (node-llama-cpp#580). Raises Failed if
+    not even the addresses of a page can be reserved.
     """
     while True:
         try:
@@ -300,9 +279,8 @@ class AddressRange:
         self._holders = [0] * num_pages
         self._physical = [-1] * num_pages
         self.num_mapped = 0
-        """Number of pool pages mapped into this address range."""
+        # The owner's last kernels, None while the owner may launch more.
         self.last_use: Fence | None = None
-        """The owner's last kernels, None while the owner may launch more."""
 
     @property
     def physical_pages(self) -> list[int]:
@@ -323,11 +301,9 @@ class AddressRange:
         """Retain ``pages``; map the unmapped pages among them and return these as ranges.
 
         New pages are filled from the host bytes at ``source`` (which covers all of ``pages``) or
-        with zeros, so that no bytes of another model are visible. If ``is_filled`` is false, the
-        caller fills the new pages before any reader.
-
-        Raises:
-            OutOfPages: nothing was changed, as after any error of the device.
+        with zeros, so that no bytes of another model are visible. If not ``is_filled``, the caller
+        fills the new pages before any reader. Raises OutOfPages; after any error nothing was
+        changed.
         """
         missing = self._spans(pages, mapped=False)
         first = missing[0].start if missing else 0
@@ -362,8 +338,7 @@ class AddressRange:
     def bind(self, owner: WeightsId, first: int, num_pages: int) -> int:
         """Map up to ``num_pages`` from page ``first`` on that ``unbind`` has left; return how many.
 
-        Raises:
-            Exception: the device cannot map; the contents are given up.
+        The contents are given up if the device cannot map.
         """
         runs = self._pool.bind(owner, first, num_pages)
         if not runs:
@@ -383,27 +358,15 @@ class AddressRange:
         self._pool.unbind(owner, self._unmap([pages]))
 
     def drop(self, pages: range) -> None:
-        """Release ``pages``; unmap pages without a holder and return them to the pool.
-
-        Raises:
-            ValueError: a page has no holder.
-        """
+        """Release ``pages``; unmap pages without a holder and return them to the pool."""
         self.drop_each([pages])
 
     def drop_each(self, ranges: Iterable[range]) -> None:
-        """Release several ranges, with one wait of the device for all.
-
-        Raises:
-            ValueError: a page has no holder.
-        """
+        """Release several ranges, with one wait of the device; ValueError for a free page."""
         self._pool.free(self._unmap(ranges))
 
     def _unmap(self, ranges: Iterable[range]) -> list[PageRun]:
-        """Release several ranges; return the pages without a holder, which are unmapped.
-
-        Raises:
-            ValueError: a page has no holder.
-        """
+        """Release several ranges; return the pages without a holder, which are unmapped."""
         gone: list[tuple[range, list[PageRun]]] = []
         for pages in ranges:
             held = self._holders[pages.start : pages.stop]

@@ -62,10 +62,7 @@ class Slot(Protocol):
 def lay(
     extents: Iterable[tuple[int, int]], pieces: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Distribute ``(address, num_bytes)`` extents over pieces of host memory in order.
-
-    Yields ``(address, host_address, num_bytes)``, cut at the ends of pieces.
-    """
+    """Yield ``(address, host_address, num_bytes)``: extents cut at the ends of host memory."""
     rest = iter(pieces)
     host_address, room = next(rest, (0, 0))
     for address, num_bytes in extents:
@@ -99,13 +96,10 @@ class Evictable(Protocol):
 class KvHostCache:
     """Host slots for the KV of paused requests, within a byte budget; for one thread.
 
-    ``prefixes``, if set, keeps KV of ended requests here, which is evicted for other slots.
-
-    Models with blocks of different sizes share the memory by slabs (:mod:`gpupoold.memory.slabs`).
-    The kernel allocates the buffer's memory only when slots are first used or pinned.
-
-    ``table`` has the places of these prefixes, behind the bytes of all ranks in the memfd; None in
-    a cache without memory.
+    ``prefixes``, if set, keeps KV of ended requests here, which is evicted for other slots;
+    ``table`` has their places, behind the bytes of all ranks in the memfd ``fd``. Models with
+    blocks of different sizes share the memory by slabs (:mod:`gpupoold.memory.slabs`). The kernel
+    allocates the buffer's memory only when slots are first used or pinned.
     """
 
     def __init__(
@@ -121,10 +115,6 @@ class KvHostCache:
         The memfd has a part of this size for each of ``num_ranks``; the first is this cache's.
         ``former_fd``, owned by this object, is the memfd of a cache of an ended process; its
         prefixes are kept if the cache had the same sizes.
-
-        Raises:
-            ValueError: the budget is negative or the slabs have no bytes.
-            OSError: the process has too few addresses.
         """
         if slab_bytes is None:
             slab_bytes = slab_bytes_for(budget_bytes)
@@ -133,7 +123,6 @@ class KvHostCache:
         self.shape = shape = CacheShape(self.budget_bytes, slab_bytes, num_ranks)
         self.table: PrefixTable | None = None
         self.fd = _fd_of_shape(former_fd, shape)
-        """The memfd, for other processes to map."""
         try:
             if self.budget_bytes:
                 is_new = self.fd != former_fd
@@ -154,11 +143,7 @@ class KvHostCache:
         return None if blocks is None else HostSlot(self, blocks)
 
     def pin(self, device: Device) -> None:
-        """Pin the whole buffer for copies of ``device`` in idle moments.
-
-        Raises:
-            OSError: the machine has too little free memory for the whole buffer.
-        """
+        """Pin the whole buffer for copies of ``device`` in idle moments; OSError without memory."""
         if not self.budget_bytes:
             return
         if not device.is_host_addressable:
@@ -187,33 +172,22 @@ class KvHostCache:
         return 0 if self.prefixes is None else self.prefixes.used_bytes
 
     def num_free_blocks(self, block_bytes: int) -> int:
-        """Return an estimate of the number of blocks of ``block_bytes`` for one new slot.
+        """Estimate the number of blocks of ``block_bytes`` for one new slot.
 
         Too high if evictions of prefixes with blocks of other sizes free no whole slabs.
         """
-        free = self.slabs.num_free_blocks(block_bytes)
-        if self.prefixes is None:
-            return free
-        return free + self.prefixes.evictable_bytes // block_bytes
+        free, prefixes = self.slabs.num_free_blocks(block_bytes), self.prefixes
+        return free + (0 if prefixes is None else prefixes.evictable_bytes // block_bytes)
 
     def make_room(self, block_bytes: int, num_blocks: int) -> int:
-        """Evict prefixes until a slot has room, as far as possible.
-
-        Returns the number of blocks of ``block_bytes`` that have room.
-        """
+        """Evict prefixes for a slot as far as possible; return the blocks that have room."""
         while (free := self.slabs.num_free_blocks(block_bytes)) < num_blocks:
             if self.prefixes is None or not self.prefixes.evict_oldest():
                 break
         return free
 
     def allocate(self, block_bytes: int, num_blocks: int) -> HostSlot | None:
-        """Return a slot of ``num_blocks`` KV blocks of ``block_bytes``; None if there is no space.
-
-        Prefixes are evicted for the slot.
-
-        Raises:
-            ValueError: a block has no bytes, or the number of blocks is negative.
-        """
+        """Return a slot of ``num_blocks`` KV blocks, evicting prefixes; None without space."""
         self.make_room(block_bytes, num_blocks)
         blocks = self.slabs.allocate(block_bytes, num_blocks)
         return None if blocks is None else HostSlot(self, blocks)
@@ -262,11 +236,6 @@ class HostSlot:
         return lay(extents, self.pieces())
 
     def free(self) -> None:
-        """Free the slot.
-
-        Raises:
-            ValueError: the slot is free already.
-        """
         self.cache.slabs.free(self.blocks)
 
 
@@ -322,11 +291,7 @@ class PrefixTable:
     """
 
     def __init__(self, fd: int, shape: CacheShape, *, is_new: bool = False) -> None:
-        """Map the table of a cache; create the table if the cache ``is_new``.
-
-        Raises:
-            ValueError: the cache has other sizes.
-        """
+        """Map the table of a cache, new if ``is_new``; raise ValueError if the sizes are others."""
         if os.fstat(fd).st_size != shape.file_bytes:
             raise ValueError(f"the KV host cache has not the {shape.file_bytes} bytes of {shape}")
         self.shape = shape
@@ -344,10 +309,7 @@ class PrefixTable:
         self._free: list[int] = []  # numbers without a record, for the writer
 
     def open_for_writing(self) -> list[Record]:
-        """Return the records with bytes that have arrived, least recently used first.
-
-        Other records, whose bytes will not arrive any more, are removed.
-        """
+        """Return the records whose bytes have arrived, oldest use first; remove others."""
         versions = dict(self._versions())
         found = [self.read(number) for number in versions]
         records = [record for record in found if record is not None]
@@ -456,11 +418,6 @@ class CacheBytes:
     """The mapped bytes of a cache; the kernel allocates memory only where something is written."""
 
     def __init__(self, fd: int, shape: CacheShape) -> None:
-        """Map the bytes of ``fd``, which stays the caller's.
-
-        Raises:
-            OSError: the process has too few addresses.
-        """
         self.shape = shape
         flags = libc.MAP_SHARED | libc.MAP_NORESERVE
         self._address = libc.mmap(None, shape.data_bytes, libc.PROT_READ_WRITE, flags, fd, 0)
@@ -489,9 +446,8 @@ class CacheBytes:
         offset = place.slab * shape.slab_bytes + place.block * num_bytes
         if not 0 <= offset <= shape.budget_bytes - num_bytes:
             raise ValueError(f"{place} is outside of the KV host cache")
-        return [
-            self._address + rank * shape.budget_bytes + offset for rank in range(shape.num_ranks)
-        ]
+        start, ranks = self._address + offset, range(shape.num_ranks)
+        return [start + rank * shape.budget_bytes for rank in ranks]
 
 
 def owners_of(model: str) -> str:

@@ -49,11 +49,7 @@ class HostBuffer:
     ) -> HostBuffer:
         """Create a zeroed buffer: the first of equal parts, each with pages of one of ``nodes``.
 
-        If not ``is_populated``, the kernel allocates pages when they are first used, and the caller
-        knows that there will be memory.
-
-        Raises:
-            OSError: the machine has too little free memory.
+        If not ``is_populated``, the caller knows that there will be memory.
         """
         file_bytes = num_bytes * len(nodes)
         if is_populated:
@@ -64,11 +60,7 @@ class HostBuffer:
         return cls(fd, num_bytes, is_populated=False)
 
     def populate(self) -> None:
-        """Allocate and zero the pages that are missing, on several cores.
-
-        Raises:
-            OSError: the machine has too little memory.
-        """
+        """Allocate and zero the pages that are missing, on several cores."""
         _on_cores(self.num_bytes, self._populate)
 
     def _populate(self, offset: int, num_bytes: int) -> None:
@@ -85,10 +77,7 @@ class HostBuffer:
         return stat.st_dev, stat.st_ino
 
     def close(self) -> None:
-        """Unmap and close; the bytes stay while another process has the memfd open.
-
-        A second call does nothing: the address and the descriptor may have been reused.
-        """
+        """Unmap and close, once; the bytes stay while another process has the memfd open."""
         if not self._is_open:
             return
         self._is_open = False
@@ -102,9 +91,6 @@ def touch_pages(fd: int, num_bytes: int, nodes: Sequence[int]) -> None:
     Each of ``len(nodes)`` equal parts gets pages of one node. Called before pinning: one thread,
     such as the thread of the pinning call, needs at least 0.2 s per GB (2.5 s in a virtual machine
     with untouched memory).
-
-    Raises:
-        OSError: the machine has too little memory.
     """
     libc.prefer_nodes(fd, num_bytes, nodes)
 

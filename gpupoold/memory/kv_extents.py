@@ -1,8 +1,7 @@
 """The extents of a model's KV: byte ranges in any of vLLM's layouts, places, and block use.
 
 All KV tensors of a model are views of one buffer. In a *row*, block ``b`` has ``num_bytes`` bytes
-at ``offset + b * stride``: one row per layer when layers are outermost, a single row when blocks
-are outermost.
+at ``offset + b * stride``: one row per layer, or a single row if blocks are outermost.
 """
 
 from __future__ import annotations
@@ -41,23 +40,20 @@ class KvRow:
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Rows of a KV buffer, cut into extents of consecutive blocks.
+    """Rows of a KV buffer, cut into extents of consecutive blocks, which are moved as a whole.
 
-    An extent is mapped, moved and unmapped as a whole. An extent has the fewest blocks that fill
-    whole pages in every row, so that extents seldom share a page.
+    An extent has the fewest blocks that fill whole pages in every row, so that extents seldom share
+    a page. In an aligned geometry no extents or rows share a page. ``short_pages`` are missing from
+    the last extent.
     """
 
     num_blocks: int
     page_bytes: int
     rows: tuple[KvRow, ...]
     blocks_per_extent: int = field(init=False)
-    """Blocks in every extent except perhaps the last."""
     is_aligned: bool = field(init=False)
-    """True if no two extents or rows share a page, and adjacent extents leave no gap."""
     extent_pages: int = field(init=False)
-    """Pages of every extent except perhaps the last, in an aligned geometry."""
     short_pages: int = field(init=False)
-    """Number of pages missing from the last extent."""
 
     def __post_init__(self) -> None:
         # Computed once, because every switch reads these values for every extent.
@@ -176,8 +172,8 @@ class KvGeometry:
 def in_whole_extents(kv_bytes: int, page_bytes: int, strides: Collection[int]) -> int:
     """Return ``kv_bytes``, or a little less, so that no two rows of blocks share a page.
 
-    ``strides`` has the bytes of a block in each row. Adjacent extents are then mapped by one call
-    per row. Returns ``kv_bytes`` unchanged if too many blocks would be needed to fill whole pages.
+    ``strides`` has the bytes of a block in each row. Returns ``kv_bytes`` unchanged if too many
+    blocks would be needed to fill whole pages.
     """
     aligned = _num_aligned(page_bytes, strides)
     if not strides or aligned is None:
@@ -216,10 +212,8 @@ class ExtentIndex:
 
     A block is in use from ``taken`` to ``freed``; the null block is never in use. An extent is
     *idle* while on the device without a used block. ``version`` increases with every change of an
-    extent's place or idleness.
-
-    A model may have thousands of extents, and the turn loop reads the index between two tokens. No
-    method walks over all extents in Python.
+    extent's place or idleness. The turn loop reads the index between two tokens, so no method walks
+    over thousands of extents in Python.
     """
 
     def __init__(self, geometry: KvGeometry) -> None:
@@ -230,8 +224,7 @@ class ExtentIndex:
         self._num_used = [0] * geometry.num_extents
         self._counts = [geometry.num_extents, 0, 0, 0, 0]  # by place
         self.num_idle = 0
-        self.num_used_on_device = 0
-        """Number of used blocks in extents on the device."""
+        self.num_used_on_device = 0  # blocks
         self.version = 0
         self._freed_offloaded: set[int] = set()
 
@@ -382,8 +375,7 @@ class Group:
     """Extents that were offloaded together, until they are restored.
 
     ``blocks`` were live when the group was offloaded; ``slot`` has their bytes row by row, so that
-    adjacent blocks are copied in one piece. ``held`` are the blocks withheld from the engine until
-    the group is restored.
+    adjacent blocks are copied in one piece. ``held`` are withheld from the engine until then.
     """
 
     extents: list[int]
@@ -391,8 +383,7 @@ class Group:
     blocks: list[int]
     held: set[int] = field(default_factory=set)
     transfer: Transfer | None = None
-    place: Place = Place.DEVICE
-    """The place of all extents of the group."""
+    place: Place = Place.DEVICE  # of all extents
 
 
 class KvExtents:
@@ -406,16 +397,13 @@ class KvExtents:
         self._offloaded: dict[int, Group] = {}  # by extent
         self._all_groups: dict[Group, None] = {}  # in the order of their offload
         self._moving: dict[Group, None] = {}  # groups in transfer, in order of start
-        self.host_bytes = 0
-        """Host bytes of the offloaded extents."""
-        self.missing_bytes = 0
-        """Bytes neither on the device nor being copied to the device."""
+        self.host_bytes = 0  # of the offloaded extents
+        self.missing_bytes = 0  # neither on the device nor being copied to the device
         self._pages_known: dict[str, tuple[int, int]] = {}  # index version and number
         self._ledger: BlockLedger | None = None
 
     @property
     def address(self) -> int:
-        """Start of the KV buffer."""
         return self.address_range.address
 
     @property
@@ -440,7 +428,6 @@ class KvExtents:
         return not offloaded or not any(block // size in offloaded for block in blocks)
 
     def first_extents(self, place: Place, count: int) -> list[int]:
-        """Return the lowest ``count`` extents at ``place``, or all if fewer."""
         return list(islice(self.index.each(place), count))
 
     def extents_in_order(self, place: Place, blocks: Iterable[int]) -> list[int]:
@@ -460,10 +447,7 @@ class KvExtents:
         return (extents[at : at + size] for at in range(0, len(extents), size))
 
     def groups_on_host(self, blocks: Iterable[int]) -> Iterator[list[int]]:
-        """Yield the extents of each group on the host, beginning with the groups of ``blocks``.
-
-        Groups are searched lazily, for callers that need only the first.
-        """
+        """Yield the extents of each group on the host, lazily, the groups of ``blocks`` first."""
         size, seen = self.geometry.blocks_per_extent, set[Group]()
         wanted = (self._offloaded.get(block // size) for block in blocks)
         for group in chain(wanted, self._groups(Place.HOST) if self.missing_bytes else ()):
@@ -474,8 +458,7 @@ class KvExtents:
     def whereabouts(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield ``(address, num_bytes)`` of the bytes of blocks, row by row in their order.
 
-        The bytes are in the address range, or in host memory if offloaded. No block may be in
-        transfer.
+        The bytes are in the address range, or in host memory. No block may be in transfer.
         """
         on_host: dict[int, tuple[int, int]] = {}
         size = self.geometry.blocks_per_extent
@@ -505,10 +488,8 @@ class KvExtents:
         """Return the number of pages of ``extents`` that other extents do not share."""
         if self.geometry.is_aligned:
             return sum(map(len, self.geometry.spans(extents)))
-        uses = self.geometry.uses(extents)
-        return sum(
-            1 for page, count in uses.items() if self.address_range.num_holders(page) == count
-        )
+        uses, holders = self.geometry.uses(extents), self.address_range.num_holders
+        return sum(holders(page) == count for page, count in uses.items())
 
     @property
     def num_leaving_pages(self) -> int:

@@ -43,9 +43,8 @@ class _Unbound:
 class PagePool:
     """Allocates physical pages in few, long runs. Pure bookkeeping, no device calls.
 
-    Mapping costs a call per run, so an allocation takes the smallest free run that fits (best fit),
-    else the largest runs first. ``num_pages`` is the device's number of pages; for ``table_pages``
-    see :attr:`Device.table_pages`.
+    Mapping costs a call per run, so an allocation takes the smallest free run that fits, else the
+    largest runs first. For ``table_pages`` see :class:`Device`.
 
     Free pages may be *unbound*: their contents stay, for the former owner, until the pages are
     allocated. Pages without contents are allocated first, then the pages whose owner has been
@@ -56,21 +55,16 @@ class PagePool:
         self.num_pages = num_pages
         self._table_pages = table_pages
         self._free: list[PageRun] = [PageRun(0, num_pages)] if num_pages else []
-        self.num_free = num_pages
-        """Number of free pages, with those that are unbound."""
+        self.num_free = num_pages  # with those that are unbound
         self._unbound: dict[WeightsId, _Unbound] = {}
         self._num_unbound = 0
-        self.version = 0
-        """A number that changes with every allocated or freed run."""
+        self.version = 0  # changes with every allocated or freed run
 
     def allocate(self, num_pages: int, at: int = 0) -> list[PageRun]:
-        """Allocate ``num_pages``, all or nothing.
+        """Allocate ``num_pages``, all or nothing, or raise OutOfPages.
 
         The pages are for mapping from page ``at`` of an address range on: a run with the same
         position in its page tables is preferred, because whole tables can be moved.
-
-        Raises:
-            OutOfPages: too few pages are free; nothing was allocated.
         """
         if num_pages > self.num_free:
             raise OutOfPages(
@@ -106,11 +100,7 @@ class PagePool:
         return sum(run.num_pages // num_pages for run in self._free)
 
     def free(self, runs: list[PageRun]) -> None:
-        """Free pages and join adjacent runs.
-
-        Raises:
-            ValueError: a page is free already; no page of its run is freed.
-        """
+        """Free pages and join adjacent runs; ValueError for a free page, whose run stays."""
         for run in runs:
             self._free_run(run)
 

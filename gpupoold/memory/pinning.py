@@ -1,7 +1,6 @@
 """Host memory that a device's driver has pinned, and copies of other host memory.
 
-A driver pins memory by registering ranges, and may refuse: under a limit of locked memory, or under
-WSL. Copies of memory that is not pinned pass through small pinned buffers.
+A driver may refuse to register a range: under a limit of locked memory, or under WSL.
 """
 
 from __future__ import annotations
@@ -64,11 +63,6 @@ class IdleLock:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """Open ``path``.
-
-        Raises:
-            OSError: the file cannot be created.
-        """
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         # A lock belongs to an opened file: the pinning thread has another than the turn loop.
         self._fds = [] if path is None else [os.open(path, flags, 0o600) for _ in range(2)]
@@ -120,10 +114,8 @@ class _Range:
     address: int
     num_bytes: int
     last_use: int
-    pinned_bytes: int = 0
-    """Bytes from the start on that are registered."""
-    is_wanted: bool = True
-    """False if no further piece is to be pinned: the range is far, or is being unpinned."""
+    pinned_bytes: int = 0  # from the start on that are registered
+    is_wanted: bool = True  # else no further piece is pinned: the range is far, or being unpinned
 
     @property
     def end(self) -> int:
@@ -146,12 +138,9 @@ class PinnedMemory:
     ) -> None:
         self.idle = idle or IdleLock()
         self._clock, self._sleep = clock, sleep
-        self.numa_node = libc.NO_NODE
-        """The node of memory for buffers."""
-        self.stages_far = False
-        """True if memory of other nodes is not to be pinned: copies through buffers are faster."""
-        self.on_change: Callable[[], None] = lambda: None
-        """Called by any thread when ``unpinned`` has changed."""
+        self.numa_node = libc.NO_NODE  # of memory for buffers
+        self.stages_far = False  # far memory is not pinned: copies through buffers are faster
+        self.on_change: Callable[[], None] = lambda: None  # of ``unpinned``, by any thread
         self._driver = driver
         self._ranges: dict[int, _Range] = {}
         self._waiting: dict[int, _Range] = {}
@@ -190,11 +179,7 @@ class PinnedMemory:
             self._wait_for_idleness(held)
 
     def unpin(self, address: int, num_bytes: int) -> None:
-        """Undo a ``pin`` or ``pin_later`` of the same range; no copy may use the range.
-
-        Raises:
-            ValueError: the range is another.
-        """
+        """Undo a ``pin`` of the same range, else ValueError; no copy may use the range."""
         self._unpin(self._leaving_range(address, num_bytes))
 
     def unpin_later(self, address: int, num_bytes: int, then: Callable[[], None]) -> None:
@@ -205,8 +190,7 @@ class PinnedMemory:
     def split(self, address: int, num_bytes: int) -> Iterator[HostPart]:
         """Yield the parts of a host range, each within one registration or outside of all.
 
-        CUDA refuses a copy that touches two registrations, or one and other memory. An empty range
-        yields nothing.
+        CUDA refuses a copy that touches two registrations, or one and other memory.
         """
         starts, ends = self._registrations
         at, end = address, address + num_bytes
@@ -288,11 +272,7 @@ class PinnedMemory:
         """Wait for a range to be unpinned or pinned; return False at the end."""
         with self._changed:
             self._changed.wait_for(
-                lambda: (
-                    self._is_closed
-                    or bool(self._leaving)
-                    or bool(self._waiting and not self._problem)
-                )
+                lambda: self._is_closed or self._leaving or (self._waiting and not self._problem)
             )
             return bool(self._leaving) or not self._is_closed
 
@@ -313,9 +293,8 @@ class PinnedMemory:
             try:
                 self._driver.register_host(start, length)
             except RuntimeError as error:
-                _logger.warning(
-                    "%s; copies of memory that is not pinned pass through buffers", error
-                )
+                text = "%s; copies of memory that is not pinned pass through buffers"
+                _logger.warning(text, error)
                 self._problem = str(error)
                 return False
             held.pinned_bytes += length

@@ -103,9 +103,8 @@ class PrefixFiles:
     tier = "file"
 
     def __init__(self, folder: Path, budget_bytes: int, num_ranks: int) -> None:
-        """``budget_bytes`` is for all workers together; the folder's parent exists."""
         self._folder = folder
-        self._budget_bytes = budget_bytes
+        self._budget_bytes = budget_bytes  # for all workers together
         self._num_ranks = num_ranks
         self._blocks: dict[str, dict[bytes, FileBlock]] = {}
         self._known: dict[str, set[str]] = {}  # names of the files read, by owner
@@ -203,14 +202,10 @@ class PrefixFiles:
         """Read the headers of files whose names are not ``known``, in the thread."""
         blocks = {}
         with contextlib.suppress(OSError), os.scandir(self._folder_of(owner)) as entries:
-            new = [
-                entry.name
-                for entry in entries
-                if entry.name not in known and _NEW not in entry.name
-            ]
-            for name in new:
-                known.add(name)
-                blocks.update(self._blocks_of(self._folder_of(owner) / name, owner))
+            for name in [entry.name for entry in entries if _NEW not in entry.name]:
+                if name not in known:
+                    known.add(name)
+                    blocks.update(self._blocks_of(self._folder_of(owner) / name, owner))
         return blocks
 
     def _blocks_of(self, path: Path, owner: str) -> dict[bytes, FileBlock]:
@@ -268,8 +263,7 @@ class PrefixFiles:
 class PrefixWriter:
     """Writes the copies of a :class:`PrefixStore`, behind the requests; for one thread.
 
-    Copies are written in the order of their arrival, each once. ``cache`` has the bytes of the
-    store's cache.
+    Copies are written in the order of their arrival, each once. ``cache`` has the store's bytes.
     """
 
     store: PrefixStore

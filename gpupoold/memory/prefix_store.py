@@ -1,10 +1,8 @@
 """KV of ended requests in host memory, by vLLM's hashes of blocks.
 
-The copies fill the part of the KV host cache that live requests do not use. KV of live requests has
-priority: the least recently used copies are evicted for it.
-
-The copies of owners with a lasting name are entered in the cache's table
-(:mod:`gpupoold.memory.host`), so that the next worker of the device has them too.
+The copies fill the part of the KV host cache that live requests, which have priority, do not use.
+Copies of owners with a lasting name are entered in the cache's table (:mod:`gpupoold.memory.host`),
+so that the next worker of the device has them too.
 """
 
 from __future__ import annotations
@@ -23,7 +21,8 @@ from gpupoold.memory.slabs import BlockPlace
 class _Segment:
     """Some blocks of an owner, in one slot; not evicted while in use.
 
-    ``record`` is the segment's number in the table, if the table has the segment.
+    ``record`` is the segment's number in the table, if the table has the segment. A copy of a
+    segment that ``is_lost`` failed. ``addresses`` of blocks have the bytes row after row.
     """
 
     owner: str
@@ -33,11 +32,8 @@ class _Segment:
     num_users: int = 0
     has_arrived: bool = False
     is_lost: bool = False
-    """True if a copy failed."""
-    is_forgotten: bool = False
-    """True if nobody may find the segment any more."""
+    is_forgotten: bool = False  # nobody may find the segment any more
     addresses: list[int] = field(default_factory=list)
-    """Host address of each block; the bytes of a block are row after row."""
 
     def __post_init__(self) -> None:
         block_bytes = self.slot.num_bytes // len(self.keys)
@@ -51,10 +47,7 @@ class _StoredBlock(NamedTuple):
 
 
 class StoredBlocks:
-    """The copies of some blocks in their order, a :class:`~gpupoold.memory.host.Slot`.
-
-    The copies stay until ``free``.
-    """
+    """Copies of blocks in their order until ``free``, a :class:`~gpupoold.memory.host.Slot`."""
 
     def __init__(
         self, store: PrefixStore, places: Sequence[_StoredBlock], rows: Sequence[KvRow]
@@ -121,8 +114,7 @@ class PrefixStore:
         self._places: dict[str, dict[bytes, _StoredBlock]] = {}
         self._segments: OrderedDict[_Segment, None] = OrderedDict()  # least recently used first
         self.used_bytes = self._pinned_bytes = 0
-        self.keeps_unwritten = False
-        """True if ``take_unwritten`` is called."""
+        self.keeps_unwritten = False  # for take_unwritten()
         self._unwritten: dict[_Segment, None] = {}
         host.prefixes = self
         self._restore()

@@ -1,9 +1,8 @@
 """KV blocks of many sizes in one buffer: slabs per shape. Pure bookkeeping, no memory.
 
-Slab allocation as in Aegaeon (SOSP '25, section 5.2). The buffer is cut into *base slabs* of one
-size. A *shape* is a block size in bytes: one KV block of a model over all its layers. A *slab* is a
-run of base slabs of one shape, cut into its blocks. A shape takes a new slab when no block is free
-and returns a slab when none of the slab's blocks is in use.
+Slab allocation as in Aegaeon (SOSP '25, section 5.2). A *shape* is a block size in bytes: one KV
+block of a model over all its layers. A *slab* is a run of *base slabs* of equal size, cut into
+blocks of one shape. A shape takes a new slab when no block is free and returns an unused slab.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ class SlabLayout:
     """The layout of blocks of ``block_bytes`` in their slabs."""
 
     block_bytes: int
-    num_base_slabs: int
-    """Base slabs in a slab."""
-    num_blocks: int
-    """Blocks in a slab."""
+    num_base_slabs: int  # in a slab
+    num_blocks: int  # in a slab
 
 
 def slab_bytes_for(budget_bytes: int) -> int:
@@ -70,11 +67,8 @@ def slab_layout(block_bytes: int, slab_bytes: int, num_base_slabs: int) -> SlabL
     """Return the layout whose slab is the shortest with at most 1/8 unused behind the last block.
 
     The slab has at most 8 base slabs of ``slab_bytes``, or as many as one block needs, and at most
-    ``num_base_slabs``; if every length leaves more unused, the length with the smallest unused
-    share is taken. ``num_blocks`` is 0 if not even one block fits.
-
-    Raises:
-        ValueError: a block has no bytes.
+    ``num_base_slabs``; else the length with the smallest unused share is taken. ``num_blocks`` is 0
+    if not even one block fits.
     """
     if block_bytes <= 0:
         raise ValueError(f"a KV block has {block_bytes} bytes: must be positive")
@@ -119,8 +113,7 @@ class Allocation:
 
     block_bytes: int
     num_blocks: int
-    extents: tuple[Extent, ...]
-    """The blocks' places in order, whole blocks in each."""
+    extents: tuple[Extent, ...]  # in order, whole blocks in each
     _runs: tuple[tuple[_Slab, PageRun], ...]
 
     @property
@@ -141,11 +134,7 @@ class SlabAllocator:
     """An allocator of blocks of any shape within a budget; returns None without space."""
 
     def __init__(self, budget_bytes: int, slab_bytes: int) -> None:
-        """Cut ``budget_bytes`` into base slabs of ``slab_bytes``; the rest is not used.
-
-        Raises:
-            ValueError: the budget is negative or the slabs have no bytes.
-        """
+        """Cut ``budget_bytes`` into base slabs of ``slab_bytes``; the rest is not used."""
         if budget_bytes < 0 or slab_bytes <= 0:
             raise ValueError(f"{budget_bytes} bytes cannot be cut into slabs of {slab_bytes} bytes")
         self.slab_bytes = slab_bytes
@@ -183,9 +172,6 @@ class SlabAllocator:
 
         Free blocks of the shape's slabs come first, then new slabs; few and long runs within a
         slab.
-
-        Raises:
-            ValueError: a block has no bytes, or the number of blocks is negative.
         """
         if num_blocks < 0:
             raise ValueError(f"{num_blocks} KV blocks requested: must not be negative")
@@ -201,10 +187,7 @@ class SlabAllocator:
         return allocation
 
     def claim(self, block_bytes: int, places: Iterable[BlockPlace]) -> Allocation | None:
-        """Allocate blocks at ``places``, which an allocator of the same size has given before.
-
-        All or nothing: None if a place is in use or does not exist.
-        """
+        """Allocate blocks at ``places``, given before by an allocator of the same size, or None."""
         shape = self._shape(block_bytes)
         runs: list[tuple[_Slab, PageRun]] = []
         is_complete = True
@@ -229,11 +212,7 @@ class SlabAllocator:
         return None
 
     def free(self, allocation: Allocation) -> None:
-        """Free blocks; slabs without a used block are reclaimed at once.
-
-        Raises:
-            ValueError: the blocks are free already, or belong to another allocator.
-        """
+        """Free blocks once, of this allocator; slabs without a used block are reclaimed at once."""
         if allocation not in self._live:
             size, count = allocation.block_bytes, allocation.num_blocks
             raise ValueError(f"double free of {count} KV blocks of {size} bytes each")

@@ -31,14 +31,14 @@ class WeightMemory:
     """The address range of a model's weights, filled from the snapshot and never copied back.
 
     Pages are loaded from the first on and evicted from the last on, so that restoring a partly
-    evicted model copies only the missing pages. ``snapshot`` holds the bytes of the address range
-    after vLLM's loading and post-processing, padded to whole pages. The snapshot is pinned, in idle
-    moments, until ``close`` or after ``detach_snapshot``; without a snapshot no page is present and
-    none can be loaded.
+    evicted model copies only the missing pages. ``snapshot`` holds the bytes after vLLM's loading
+    and post-processing, padded to whole pages, and is pinned, in idle moments, until ``close`` or
+    after ``detach_snapshot``; without a snapshot no page is present.
 
-    The bytes of ``own`` follow those of the snapshot: the host copy of slots that the engine writes
-    while resident, such as those of adapters. ``write_back`` keeps the copy equal to the device.
-    The snapshot may be shared with other workers; ``own`` belongs to this object.
+    The bytes of ``own`` follow: the host copy of slots that the engine writes while resident, such
+    as those of adapters. ``write_back`` keeps the copy equal to the device. Other workers may share
+    the snapshot; ``own`` belongs to this object. Methods that wait for copies raise the failure of
+    a copy, and free pages that have not arrived.
     """
 
     def __init__(
@@ -54,10 +54,8 @@ class WeightMemory:
         self._arriving: deque[Transfer] = deque()
         self._start_bytes: int | None = None
         self._snapshot: HostBuffer | None = None
-        self.is_far = False
-        """True if the snapshot is on another NUMA node than the device."""
+        self.is_far = False  # the snapshot is on another NUMA node than the device
         self.own: HostBuffer | None = None
-        """The host copy of the slots."""
         self.own_bytes = own.num_bytes if own is not None else 0
         device.pin_later(snapshot.address, snapshot.num_bytes)
         self.attach_snapshot(snapshot)
@@ -72,18 +70,13 @@ class WeightMemory:
 
     @property
     def snapshot(self) -> HostBuffer:
-        """The snapshot.
-
-        Raises:
-            Failed: the snapshot is detached.
-        """
+        """The snapshot, or Failed while detached."""
         if self._snapshot is None:
             raise Failed("the snapshot of these weights is not in host memory", _HINT)
         return self._snapshot
 
     @property
     def num_pages(self) -> int:
-        """Pages of the whole snapshot and of the slots."""
         return self.address_range.num_pages
 
     @property
@@ -161,17 +154,13 @@ class WeightMemory:
 
     @property
     def address(self) -> int:
-        """The fixed address of the weights."""
         return self.address_range.address
 
     def load(self, num_pages: int | None = None) -> int:
         """Load the next ``num_pages``, or all missing pages; return the number of copied bytes.
 
-        Waits for an earlier ``begin_load``, whose bytes are not counted.
-
-        Raises:
-            OutOfPages: the pool is short; pages present or in transfer stay.
-            Failed: there is no snapshot.
+        Waits for an earlier ``begin_load``, whose bytes are not counted. Raises OutOfPages; pages
+        present or in transfer stay.
         """
         self.wait()
         end = self.num_pages if num_pages is None else self._num_loaded + num_pages
@@ -185,11 +174,7 @@ class WeightMemory:
     def begin_load(self, queue: TransferQueue, num_pages: int) -> None:
         """Start to load the next ``num_pages``, or the remaining pages if fewer.
 
-        Follows the loads in progress.
-
-        Raises:
-            OutOfPages: the pool is short; nothing was started.
-            Failed: there is no snapshot.
+        Follows the loads in progress. Raises OutOfPages; nothing was started.
         """
         self.settle()
         page_bytes = self._device.page_bytes
@@ -213,29 +198,17 @@ class WeightMemory:
         self._device.synchronize()
 
     def settle(self) -> None:
-        """Count pages as present that have arrived.
-
-        Raises:
-            Exception: a copy failed; pages that had not arrived were freed.
-        """
+        """Count pages as present that have arrived."""
         while self._arriving and self._arriving[0].has_ended:
             self._finish_first()
 
     def wait(self) -> None:
-        """Return when the pages being loaded have arrived.
-
-        Raises:
-            Exception: a copy failed; pages that had not arrived were freed.
-        """
+        """Return when the pages being loaded have arrived."""
         while self._arriving:
             self._finish_first()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Return when the first ``num_bytes``, which are present or arriving, are present.
-
-        Raises:
-            Exception: a copy failed; pages that had not arrived were freed.
-        """
+        """Return when the first ``num_bytes``, which are present or arriving, are present."""
         while (missing := num_bytes - self.loaded_bytes) > 0:
             assert self._arriving, f"{missing} bytes are waited for that do not arrive"
             if missing >= self._arriving[0].num_bytes:
@@ -289,21 +262,14 @@ class WeightMemory:
             self.address_range.unbind(owner, range(self.num_mapped_pages))
 
     def bind(self, owner: WeightsId, num_pages: int) -> bool:
-        """Map up to ``num_pages`` of the pages that have stayed; return whether more may follow.
-
-        The contents are those of the present snapshot. No load may be in progress.
-        """
+        """Map up to ``num_pages`` of the pages that have stayed; return whether more may follow."""
         assert not self._arriving
         num_bound = self.address_range.bind(owner, self._num_loaded, num_pages)
         self._num_loaded += num_bound
         return num_bound == num_pages
 
     def detach_snapshot(self) -> HostBuffer:
-        """Free all pages; return the snapshot, which the caller unpins and closes.
-
-        Raises:
-            Failed: there is no snapshot.
-        """
+        """Free all pages; return the snapshot, which the caller unpins and closes."""
         snapshot = self.snapshot
         self.evict()
         self._snapshot = None
@@ -360,9 +326,7 @@ class Snapshots:
     def drop(self, model: str, weights: WeightMemory | None) -> None:
         """Evict a model's weights from the device and unmap its snapshot, if any."""
         self.forget(model)
-        snapshot = (
-            weights.detach_snapshot() if weights is not None and weights.has_snapshot else None
-        )
+        snapshot = weights.detach_snapshot() if weights and weights.has_snapshot else None
         self._dropping[model] = self._thread.submit(self._close, model, snapshot)
 
     def take(self, model: str, weights: WeightMemory, fd: int) -> None:
@@ -380,10 +344,7 @@ class Snapshots:
             self._thread.submit(self._discard, model, taking[1])
 
     def finished(self) -> list[SnapshotDropped | SnapshotTaken]:
-        """Return the thread's results since the last call as messages to the daemon.
-
-        Attached snapshots belong to the models from then on.
-        """
+        """Return the thread's results since the last call; attached snapshots are the models'."""
         if not (self._dropping or self._taking):
             return []
         messages: list[SnapshotDropped | SnapshotTaken] = []

@@ -52,12 +52,9 @@ class CudaDevice(Device):
     """Memory of one GPU in the device's primary context, which torch uses too.
 
     ``device_bytes`` caps the memory taken (0: all free memory), ``reserve_bytes`` stay free for
-    torch in any case. ``compute_streams`` returns the streams of the engines' kernels and is
-    called on every use. ``page_bytes`` is a multiple of the device's granularity.
-
-    Raises:
-        Failed: no page fits, or ``page_bytes`` cannot be mapped.
-        CudaError: a call of the driver failed.
+    torch in any case. ``compute_streams`` returns the streams of the engines' kernels and is called
+    on every use. ``page_bytes`` is a multiple of the device's granularity. Raises Failed if no page
+    fits, or ``page_bytes`` cannot be mapped; all methods raise CudaError.
     """
 
     is_host_addressable = False
@@ -106,11 +103,7 @@ class CudaDevice(Device):
         return self._driver.memory_info()[0]
 
     def reserve(self, num_pages: int) -> int:
-        """Reserve addresses.
-
-        Raises:
-            Failed: the driver has too few addresses left, as WSL's.
-        """
+        """Reserve addresses, or raise Failed if the driver has too few left, as WSL's."""
         num_bytes = num_pages * self.page_bytes
         try:
             return self._driver.reserve_addresses(num_bytes, self.page_bytes)
@@ -148,8 +141,7 @@ class CudaDevice(Device):
     def unmap_each(
         self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
     ) -> None:
-        """Unmap after waiting for the pages' users; mappings of a paused model later, beside other
-        work.
+        """Unmap after waiting for the pages' users; mappings of a paused model later.
 
         A wait for the running model's step would end its overlap.
         """
@@ -216,7 +208,6 @@ class CudaDevice(Device):
                 self._staged.copy(direction, part)
 
     def open_copy_stream(self, direction: Direction) -> CopyStream:
-        """Open a copy stream with a separate CUDA stream."""
         return self._open_copy_stream(direction)
 
     def open_copy_streams(self, direction: Direction) -> list[CopyStream]:
@@ -251,11 +242,7 @@ class CudaDevice(Device):
         self.pinned.on_change = on_change
 
     def unpin(self, address: int, num_bytes: int) -> None:
-        """Unpin a range, after the copies started earlier have finished.
-
-        Raises:
-            ValueError: the range is another than that of ``pin``.
-        """
+        """Unpin a range, after the copies started earlier have finished."""
         self.synchronize()
         self.pinned.unpin(address, num_bytes)
 
@@ -265,11 +252,8 @@ class CudaDevice(Device):
 
     def release_memory(self, runs: list[PageRun]) -> None:
         self._stale.remove_all()  # memory with a mapping would not become free
-        for page in _pages(runs):
-            handle = self._handles[page]
-            assert handle is not None, f"page {page} is released already"
-            self._driver.release(handle)
-            self._handles[page] = None
+        assert all(self._handles[page] is not None for page in _pages(runs)), "released already"
+        self._release(_pages(runs))
 
     def reclaim(self, runs: list[PageRun]) -> None:
         self._make(_pages(runs))
@@ -306,11 +290,7 @@ class CudaDevice(Device):
         return usable_bytes // self.page_bytes
 
     def _make(self, pages: Iterable[int]) -> None:
-        """Create physical memory for pages without memory.
-
-        Raises:
-            CudaError: other users have the memory; memory created by this call is freed.
-        """
+        """Create physical memory for pages without memory; free it again after an error."""
         made: list[int] = []
         try:
             for page in pages:
@@ -392,8 +372,7 @@ class StaleMappings:
     """Mapped ranges without an owner; ``unmap(address, num_bytes)`` removes mappings.
 
     The driver unmaps page by page: 36 ms for an 8B model. A page may be mapped at several
-    addresses, so the next owner need not wait. Nobody uses the former addresses until these are
-    mapped again.
+    addresses, so the next owner need not wait.
     """
 
     def __init__(self, unmap: Callable[[int, int], None]) -> None:
@@ -402,7 +381,6 @@ class StaleMappings:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all stale mappings."""
         return sum(self._ranges.values())
 
     def add(self, address: int, num_bytes: int) -> None:
@@ -435,5 +413,4 @@ class StaleMappings:
                 self._ranges = {at + part: size - part, **self._ranges}
 
     def remove_all(self) -> None:
-        """Remove every mapping."""
         self.remove_some(self.num_bytes)

@@ -71,9 +71,6 @@ class CudaDriver:
 
     Handles, addresses and streams are ints. Every method raises :class:`CudaError`. Copies and
     fills are asynchronous. ``sleep`` waits for seconds between attempts.
-
-    Raises:
-        Failed: the package is not installed.
     """
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -93,9 +90,7 @@ class CudaDriver:
         self._sleep = sleep
 
     def open(self, device_index: int) -> None:
-        """Retain the device's primary context, which torch uses, and make it current in this
-        thread.
-        """
+        """Retain the device's primary context, which torch uses; make it current in this thread."""
         cuda = self._driver
         try:
             self._call("cuInit", 0)
@@ -120,15 +115,13 @@ class CudaDriver:
     def bind_thread(self) -> None:
         """Make the context current in the calling thread, which must not capture graphs.
 
-        The thread's calls are then permitted while another thread captures a graph, and do not
-        break the capture.
+        The thread's calls then do not break a capture by another thread.
         """
         self._call("cuCtxSetCurrent", self._context)
         mode = self._driver.CUstreamCaptureMode(_OWN_CAPTURES)
         self._call("cuThreadExchangeStreamCaptureMode", mode)
 
     def close(self) -> None:
-        """Release the primary context."""
         self._call("cuDevicePrimaryCtxRelease", self._device)
 
     def pci_bus_id(self) -> str:
@@ -151,7 +144,6 @@ class CudaDriver:
         return int(self._call("cuMemCreate", num_bytes, self._allocation, 0))
 
     def release(self, handle: int) -> None:
-        """Free physical memory without mappings."""
         self._call("cuMemRelease", handle)
 
     def reserve_addresses(self, num_bytes: int, alignment: int) -> int:
@@ -159,7 +151,6 @@ class CudaDriver:
         return int(self._call("cuMemAddressReserve", num_bytes, alignment, 0, 0))
 
     def free_addresses(self, address: int, num_bytes: int) -> None:
-        """Free reserved addresses."""
         self._call("cuMemAddressFree", address, num_bytes)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
@@ -171,7 +162,6 @@ class CudaDriver:
         self._call_when_ready("cuMemSetAccess", address, num_bytes, [self._access], 1)
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Undo all mappings of a range."""
         self._call("cuMemUnmap", address, num_bytes)
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
@@ -189,8 +179,8 @@ class CudaDriver:
     def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
         """Copy ``(target, source, num_bytes)`` in stream order, in any order within the batch.
 
-        The stream must not be the legacy default stream, and no copy empty. One bad copy fails the
-        whole call.
+        The stream must not be the legacy default stream. One bad or empty copy fails the whole
+        call.
         """
         pointer = self._driver.CUdeviceptr
         targets = [pointer(target) for target, _, _ in copies]
@@ -213,7 +203,6 @@ class CudaDriver:
         return int(self._call("cuStreamCreate", _NON_BLOCKING))
 
     def destroy_stream(self, stream: int) -> None:
-        """Destroy a stream."""
         self._call("cuStreamDestroy", stream)
 
     def synchronize_stream(self, stream: int) -> None:
@@ -229,14 +218,10 @@ class CudaDriver:
         return int(self._call("cuEventCreate", _NO_TIMING | _SLEEPS))
 
     def destroy_event(self, event: int) -> None:
-        """Destroy an event."""
         self._call("cuEventDestroy", event)
 
     def record_event(self, event: int, stream: int) -> None:
-        """Record the stream's present work in the event.
-
-        Earlier waiters are not affected, so an event can be reused.
-        """
+        """Record the stream's present work in the event; earlier waiters are not affected."""
         self._call("cuEventRecord", event, stream)
 
     def synchronize_event(self, event: int) -> None:
@@ -248,7 +233,6 @@ class CudaDriver:
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Pin host memory."""
         self._call("cuMemHostRegister", address, num_bytes, 0)
 
     def unregister_host(self, address: int) -> None:
@@ -295,8 +279,7 @@ class CudaCopyStream:
 
     A batch of copies is one driver call if the driver supports batches: separate calls cost 4 us
     each, which would limit blocks of 32 KiB to 8 GB/s. Inside a batch call, host-to-device copies
-    below 28 KiB are slow too (7 GB/s; 44 GB/s above), so callers join adjacent pieces. One bad copy
-    fails the whole call, hence no copy is empty.
+    below 28 KiB are slow too (7 GB/s; 44 GB/s above), so callers join adjacent pieces.
     """
 
     def __init__(
@@ -371,10 +354,7 @@ class CudaCopyStream:
         self._driver.destroy_stream(self._stream)
 
     def _pass_fences(self, last: int) -> None:
-        """Make the stream wait for all fences up to ``last``.
-
-        The engines' streams vary from fence to fence, so the last fence may not cover earlier ones.
-        """
+        """Make the stream wait for all fences up to ``last``, which are of varying streams."""
         assert last <= self._num_fences, f"there is no fence {last}"
         while self._fences and self._fences[0][0] <= last:
             _, events = self._fences.popleft()

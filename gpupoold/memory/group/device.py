@@ -1,7 +1,6 @@
 """The device of a group: the leader's orders to memory are carried out on all ranks.
 
-All ranks have equally many pages of equal size, and each model's regions have the same size on each
-rank. So the leader's accounts of pages, extents and host slots hold for all ranks.
+Pages and regions have the same sizes on each rank, so the leader's accounts hold for all ranks.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class GroupDevice(Device):
     ) -> None:
         """``files`` are links to threads that map and pin host memory.
 
-        ``num_pages`` is the least number of pages of a rank; ``unpinned`` has the bytes that are
-        not pinned, by rank.
+        ``num_pages`` is the least of a rank; ``unpinned`` has the bytes not pinned, by rank.
         """
         super().__init__()
         self._own = own
@@ -98,11 +96,7 @@ class GroupDevice(Device):
         self.regions.add(number, address, num_bytes)
 
     def call_files(self, method: str, *arguments: Any, fds: Sequence[int] = ()) -> None:
-        """Call a method on the followers' threads for files, and wait for its end.
-
-        Raises:
-            Failed: the text of a follower's error.
-        """
+        """Call a method on the followers' threads for files to its end, or raise Failed."""
         with self._calling:
             self._send_files(method, *arguments, fds=fds)
             problems = [problem for link in self._files if (problem := link.receive()[0])]
@@ -241,20 +235,14 @@ class _GroupFence(Fence):
 
 
 class RegionPlace(NamedTuple):
-    """An offset in bytes in a region.
-
-    The leader translates its addresses into regions and offsets, each follower translates these
-    into its own addresses.
-    """
+    """An offset in bytes in a region, which each rank translates into an address of its own."""
 
     region: int
     offset: int
 
 
-PlacedMapping = tuple[RegionPlace, list[PageRun]]
-"""The place from which runs are mapped one after the other."""
-PlacedCopy = tuple[RegionPlace, RegionPlace, int]
-"""Target, source and bytes of a copy."""
+PlacedMapping = tuple[RegionPlace, list[PageRun]]  # from which runs are mapped one after the other
+PlacedCopy = tuple[RegionPlace, RegionPlace, int]  # target, source and bytes
 
 
 class LeaderRegions:
@@ -295,30 +283,24 @@ class LeaderRegions:
         return RegionPlace(number, address - start) if address - start < num_bytes else None
 
 
-class _Region(NamedTuple):
-    address: int
-    close: Callable[[], None]
-
-
 class FollowerRegions:
-    """A follower's addresses of the regions."""
+    """A follower's addresses of the regions, with functions that free each."""
 
     def __init__(self) -> None:
-        self._regions: dict[int, _Region] = {}
+        self._regions: dict[int, tuple[int, Callable[[], None]]] = {}
 
     def add(self, number: int, address: int, close: Callable[[], None]) -> None:
         """Register a region; ``close`` frees the follower's range or buffer."""
-        self._regions[number] = _Region(address, close)
+        self._regions[number] = address, close
 
     def address(self, place: RegionPlace) -> int:
         """Return the follower's address of a place."""
-        return self._regions[place.region].address + place.offset
+        return self._regions[place.region][0] + place.offset
 
     def close_region(self, number: int) -> None:
         """Free a region, unless another thread has done so or the region is unknown."""
-        region = self._regions.pop(number, None)
-        if region is not None:
-            region.close()
+        _, close = self._regions.pop(number, (0, lambda: None))
+        close()
 
 
 class RankFence(NamedTuple):
@@ -329,10 +311,9 @@ class RankFence(NamedTuple):
 
 
 class Fences:
-    """Fences of all copy streams of a rank by the group's number.
+    """Fences of all copy streams of a rank by the group's number, the latest 4096.
 
-    A fence applies to all copy streams of a direction, so that streams share this object. The
-    latest 4096 can be waited for.
+    A fence applies to all copy streams of a direction, so that streams share this object.
     """
 
     def __init__(self) -> None:
@@ -346,11 +327,7 @@ class Fences:
                 self._fences.popitem(last=False)
 
     def get(self, number: int) -> RankFence:
-        """Return the fence of a number other than 0.
-
-        Raises:
-            Failed: more fences than the limit were recorded since.
-        """
+        """Return the fence of a number other than 0; raise Failed if it is too old."""
         with self._lock:
             fence = self._fences.get(number)
         if fence is None:
@@ -359,7 +336,7 @@ class Fences:
         return fence
 
     def own(self, number: int) -> int:
-        """Return the own fence of a number, 0 for no fence. Raises Failed as ``get``."""
+        """Return the own fence of a number, 0 for no fence."""
         return self.get(number).own if number else 0
 
 
@@ -367,9 +344,9 @@ class Fences:
 class LeaderCopyStream:
     """The leader's end: each batch goes to the followers' copy streams and to the leader's own.
 
-    A batch with an address outside of all regions is copied by the leader alone, as in
-    measurements. A follower begins a batch after the orders before the batch's fence, not after
-    later ones: the batch may arrive during a step that was ordered after the fence.
+    A batch with an address outside of all regions is copied by the leader alone. A follower begins
+    a batch after the orders before the batch's fence, not after later ones: the batch may arrive
+    during a step that was ordered after the fence.
     """
 
     number: int
@@ -503,8 +480,7 @@ class FollowerMemory:
         threading.Thread(target=stream.run, name="copy", daemon=True).start()
 
     def forget_copy_stream(self, number: int) -> None:
-        """Forget a copy stream that the leader has closed, whose thread ends by itself."""
-        del self._copy_streams[number]
+        del self._copy_streams[number]  # closed by the leader; its thread ends by itself
 
     def record_copy_fence(self, stream: int, number: int) -> None:
         self._copy_streams[stream].record_fence(number)

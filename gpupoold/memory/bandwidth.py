@@ -34,7 +34,7 @@ def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) 
     """
     num_pages = max(1, min(pool.num_free, num_bytes // device.page_bytes))
     with scratch_memory(device, pool, num_pages * device.page_bytes) as scratch:
-        whole_in = Copy(scratch.address_range.address, scratch.buffer.address, scratch.num_bytes)
+        whole_in = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
         whole_out = Copy(whole_in.source, whole_in.target, scratch.num_bytes)
         return LinkBandwidth(
             _best_of(device, Direction.IN, whole_in), _best_of(device, Direction.OUT, whole_out)
@@ -56,7 +56,7 @@ def measure_far_share(device: Device, pool: PagePool, near: LinkBandwidth) -> fl
     num_bytes = num_pages * device.page_bytes
     for is_pinned in (True, False):
         with scratch_memory(device, pool, num_bytes, node=far, is_pinned=is_pinned) as scratch:
-            whole = Copy(scratch.address_range.address, scratch.buffer.address, scratch.num_bytes)
+            whole = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
             rates.append(_best_of(device, Direction.IN, whole))
     direct, staged = rates
     if staged > direct:
@@ -109,6 +109,14 @@ class Scratch:
     address_range: AddressRange
     buffer: HostBuffer
     num_bytes: int
+
+    @property
+    def address(self) -> int:
+        return self.address_range.address
+
+    @property
+    def host_address(self) -> int:
+        return self.buffer.address
 
 
 @contextmanager

@@ -2,10 +2,8 @@
 
 KV without space on a device is offloaded to its host cache; when the cache is full, KV would be
 dropped and recomputed. So requests wait in the daemon while the reservations of sent requests
-(``kv_need_bytes``) leave no space. The device provides the memory beside the weights of its largest
-working model; the host cache provides the rest.
-
-A lone request is always admitted: a guarantee of progress.
+(``kv_need_bytes``) leave no space beside the weights of the largest working model and in the host
+cache. A lone request is always admitted: a guarantee of progress.
 
 Within a model, requests that can be on time go first: the policy would defer the others
 (:func:`prefill_order`), and deferred requests must not hold memory. A request that has waited for
@@ -46,9 +44,7 @@ _MOST_DECODE_SHARE = 0.8
 
 
 def admits(device: DeviceState, request: Request) -> bool:
-    """Return whether one more request could be sent now: its KV fits, and no request precedes
-    it.
-    """
+    """Return whether a request could be sent now: its KV fits, and no request precedes it."""
     if device.up.kv_host_bytes is None:
         return True
     return _next(device, request.arrival_s, request) is request and _has_room(device, request)
@@ -57,15 +53,13 @@ def admits(device: DeviceState, request: Request) -> bool:
 def admit(device: DeviceState, now_s: float) -> None:
     """Queue requests from the line for KV memory, as far as there is memory now.
 
-    A queued request waits again if other requests' KV has grown into its memory, or if it is
-    late and a request that can be on time waits. Within a model requests keep their order except
-    for priority and for late requests. The model with the least KV is next, and no other
-    model gets memory until its first request fits. Thus memory accumulates for a large request
-    too, and no model's backlog blocks another model. Among equals, for example on an empty device,
-    the request for which memory was accumulated stays next.
-    A request that has got memory in this call keeps the memory until the next call: which requests
-    are late depends on the models with queued requests, so two requests could otherwise take the
-    memory from each other without end.
+    A queued request waits again if other requests' KV has grown into its memory, or if it is late
+    and a request that can be on time waits. Within a model requests keep their order except for
+    priority and for late requests. The model with the least KV is next, and no other model gets
+    memory until its first request fits: memory accumulates for a large request too, and no model's
+    backlog blocks another. Among equals the request for which memory was accumulated stays next. A
+    request that has got memory in this call keeps the memory until the next call: two requests
+    could otherwise take the memory from each other without end.
     """
     if device.up.kv_host_bytes is None:
         return
@@ -94,22 +88,17 @@ def num_ahead(device: DeviceState, now_s: float) -> int:
 
 
 def _gets_room(device: DeviceState, request: Request, kept: Collection[str], now_s: float) -> bool:
-    """Return whether a request fits after late requests have given their memory back.
+    """Return whether a request that can be on time fits after late requests gave memory back.
 
-    Only a request that can be on time gets memory in this way; starving requests and the requests
-    ``kept`` keep their memory.
+    Starving requests and the requests ``kept`` keep their memory.
     """
     if request not in _order(device, request.model.name, now_s).on_time:
         return False
     for name in list(device.queued):
         queued = device.queued[name].requests
-        late = [request for request in _order(device, name, now_s).late if request.id in queued]
-        left = [
-            request
-            for request in late
-            if request.id not in kept and not _is_starving(request, now_s)
-        ]
-        _put_back(device, left)
+        late = _order(device, name, now_s).late
+        left = [each for each in late if each.id in queued and each.id not in kept]
+        _put_back(device, [each for each in left if not _is_starving(each, now_s)])
     return _has_room(device, request)
 
 
@@ -155,8 +144,8 @@ def _first(device: DeviceState, name: str, now_s: float) -> tuple[Request, bool]
 def _next(device: DeviceState, now_s: float, newcomer: Request | None = None) -> Request | None:
     """Return the next request to get memory, among the waiting requests and ``newcomer``.
 
-    A model that has all the KV that fits beside its weights is skipped: only its own requests can
-    free memory for the next request, so the model must not block other models.
+    A model that has all the KV that fits beside its weights is skipped, so as to block no other:
+    only its own requests can free memory for the next.
     """
     firsts = {name: _first(device, name, now_s) for name in device.waiting_for_kv}
     if newcomer is not None and firsts.get(newcomer.model.name, (newcomer, True))[1]:
@@ -175,14 +164,10 @@ def _next(device: DeviceState, now_s: float, newcomer: Request | None = None) ->
 
 def _kept_bytes(device: DeviceState, model: Model) -> float:
     """Return the bytes of KV reserved for the requests of one model."""
-    kept_bytes = 0.0
-    for batches in (device.working, device.queued):
-        if model.name in batches:
-            kept_bytes += batches[model.name].kv_need_bytes
-    for request in device.moving.values():
-        if request.model is model:
-            kept_bytes += request.kv_need_bytes
-    return kept_bytes
+    batches = [line[model.name] for line in (device.working, device.queued) if model.name in line]
+    moving = [request for request in device.moving.values() if request.model is model]
+    kept_bytes = sum(batch.kv_need_bytes for batch in batches)
+    return sum((request.kv_need_bytes for request in moving), kept_bytes)
 
 
 def _has_room(device: DeviceState, newcomer: Request | None = None) -> bool:
@@ -204,9 +189,8 @@ def _has_room(device: DeviceState, newcomer: Request | None = None) -> bool:
 def has_room(state: State, model: Model, num_prompt_tokens: int, max_tokens: int) -> bool:
     """Return whether some device can take one more background request now.
 
-    Deadlines of background requests are hours away, so their turns come last, and they join the
-    steps of other answers of their model. The daemon passes such a request to the core only if a
-    device has room, so that others find short steps and free memory.
+    Such requests are hours from their deadlines and join the steps of other answers of their model.
+    The daemon passes one to the core only if a device has room, so that others find short steps.
     """
     num_tokens = num_prompt_tokens + min(
         max_tokens, round(state.lengths.predict(model.name, num_prompt_tokens))
@@ -215,13 +199,10 @@ def has_room(state: State, model: Model, num_prompt_tokens: int, max_tokens: int
 
 
 def most_spare(request: Request, devices: Sequence[DeviceState]) -> DeviceState:
-    """Return the device for a background request: with the least work of others, then resident.
-
-    At least one device is required.
-    """
+    """Return the device for a background request: with the least work of others, then resident."""
+    context_tokens = request.prompt_tokens + request.expected_tokens
 
     def rank(device: DeviceState) -> tuple[bool, int, bool, int, int]:
-        context_tokens = request.prompt_tokens + request.expected_tokens
         return (
             not _can_take(device, request.model, context_tokens),
             num_others(device),
@@ -290,9 +271,8 @@ class PrefillOrder(NamedTuple):
     """Queued requests in order of execution; ``late`` requests cannot be on time.
 
     Prism's algorithm 2 within one model. While all queued requests can be on time, all are sent at
-    once. Otherwise as many first tokens as possible are kept on time: the other requests are
-    deferred, and the device gets only its next prefills, so that a request that arrives later can
-    precede.
+    once. Otherwise as many first tokens as possible are kept on time, and the device gets only its
+    next prefills, so that a request that arrives later can precede.
     """
 
     on_time: Sequence[Request]
@@ -304,8 +284,7 @@ def prefill_order(
 ) -> PrefillOrder:
     """Return the order of a model's queued requests, if the first prefill begins at ``start_s``.
 
-    ``prefill_s``: sum of the queued prefills; ``factor``: seconds until a prefill has ended, per
-    second of prefill.
+    ``prefill_s``: the sum of prefills; ``factor``: seconds to the end per second of prefill.
     """
     if start_s + factor * prefill_s <= min(
         (request.next_deadline_s for request in queued), default=0.0
@@ -360,10 +339,10 @@ def time_factor(working: Batch | None) -> float:
 def next_prefills(
     order: PrefillOrder, working: Batch | None, speed: Speed, ahead_s: float
 ) -> Sequence[Request]:
-    """Return the requests to send now.
+    """Return the requests to send now, all if none is late.
 
-    That is all requests if none is late. Otherwise prompts are sent until the device has prompts
-    for ``ahead_s`` and at least two, late requests only if no request can be on time.
+    Otherwise prompts are sent until the device has prompts for ``ahead_s`` and at least two, late
+    requests only if no request can be on time.
     """
     if not order.late:
         return order.on_time
@@ -385,8 +364,7 @@ def split_by_deadline(
     speed: Speed,
     start_s: float,
 ) -> tuple[list[float], list[float], float]:
-    """Return the deadlines of on-time requests and of late ones, and the seconds of the on-time
-    prefills.
+    """Return the deadlines of on-time and of late requests, and the on-time prefills' seconds.
 
     ``deadlines_s`` are those of ``requests``; requests whose next token was due before
     ``expired_at_s`` are left out. The first prefill begins at ``start_s``.
@@ -421,11 +399,9 @@ def _job(request: Request, deadline_s: float, speed: Speed, factor: float = 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A waiting prefill: its duration including the switch, and its deadline.
+    """A waiting prefill: its duration including the switch, and its deadline, in seconds.
 
-    Times are seconds, deadlines on the clock of ``now_s``. A job is not late for the sake of jobs
-    with a lower ``priority``. Raises ValueError for a negative or infinite duration, and for a
-    deadline that is not a number.
+    A job is not late for the sake of jobs with a lower ``priority``.
     """
 
     job_id: str
@@ -440,11 +416,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A split of the jobs: on-time jobs in order of execution, and late jobs.
-
-    ``late`` is in order of deadline too; late jobs run last, because no place in the order meets
-    their deadlines.
-    """
+    """A split of the jobs: on-time jobs in order of execution, and late jobs, which run last."""
 
     on_time: tuple[Job, ...]
     late: tuple[Job, ...]
@@ -460,9 +432,8 @@ def most_on_time(jobs: Iterable[Job], now_s: float = 0.0) -> Admission:
 
     Moore and Hodgson: take jobs by deadline; when the latest is late, drop the longest taken so
     far. Optimal in number for jobs of equal priority that are all ready at ``now_s`` and run one
-    after the other; O(n log n). Priorities are served from the highest: jobs of the next priority
-    are added as far as no earlier choice becomes late. Prism, algorithm 2, applies the algorithm
-    to the prefills waiting for one GPU.
+    after the other; O(n log n). Jobs of a lower priority are added as far as no earlier choice
+    becomes late. Prism, algorithm 2, applies the algorithm to the prefills waiting for one GPU.
     """
     by_deadline = sorted(jobs, key=lambda job: (job.deadline_s, job.duration_s))
     is_chosen = [False] * len(by_deadline)

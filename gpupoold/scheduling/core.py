@@ -1,7 +1,7 @@
 """The scheduling core: one state, events in, actions out.
 
-The daemon and the simulator run this object. The core does no I/O and reads no clock. The policy
-decides; only the core changes the state, so a policy cannot corrupt the state.
+The daemon and the simulator run this object. The core does no I/O and reads no clock. Only the core
+changes the state, so a policy cannot corrupt the state.
 """
 
 from __future__ import annotations
@@ -49,11 +49,8 @@ class Core:
         """Apply events and decide; the actions are to be carried out in order.
 
         Events about requests, turns and devices that have ended are ignored, because messages may
-        cross. ``now_s`` never decreases.
-
-        Raises:
-            UnknownName: a model or device was never added.
-            ValueError: a request arrived with the id of a live request.
+        cross. ``now_s`` never decreases. Raises UnknownName for a model or device that was never
+        added, and ValueError for a live request that arrives.
         """
         self._actions = []
         for event in events:
@@ -145,11 +142,8 @@ class Core:
         if not event.is_draining:
             return
         # Requests that were not sent to the device yet can go to other devices.
-        waiting = [
-            request
-            for queue in device.waiting_for_kv.values()
-            for request in queue.requests.values()
-        ]
+        lines = device.waiting_for_kv.values()
+        waiting = [request for line in lines for request in line.requests.values()]
         for request in [*device.queued_requests(), *waiting]:
             device.dequeue(request)
             self._lose_device(request, now_s)
@@ -234,11 +228,7 @@ class Core:
         return round(tokens if event.max_tokens is None else min(tokens, event.max_tokens))
 
     def _learn_length(self, request: Request) -> None:
-        """Record the length of a complete answer.
-
-        An answer cut off by its limit before the expected length is left out, because its natural
-        length is unknown.
-        """
+        """Record the length of a complete answer, unless cut off before the expected length."""
         lengths, name = self.state.lengths, request.model.name
         limit = math.inf if request.max_tokens is None else request.max_tokens
         is_cut_off = request.num_tokens >= limit
@@ -462,15 +452,11 @@ def _remove(request: Request, device: DeviceState) -> None:
 def _learn_step(batch: Batch, event: e.Stepped) -> None:
     """Correct the model's predicted step time, for this kind of device, by a measured step.
 
-    The measurement is compared with the prediction for the requests in the step: other requests of
-    the batch wait for prefill or KV. For several steps, ``step_s`` is the time of the middle step.
+    The prediction is that for the requests in the step: others of the batch wait for prefill or KV.
+    For several steps, ``step_s`` is the time of the middle step.
     """
     assert event.step_s is not None
-    ran = [
-        batch.requests[request_id]
-        for request_id in event.request_ids
-        if request_id in batch.requests
-    ]
+    ran = [batch.requests[key] for key in event.request_ids if key in batch.requests]
     if not ran:
         return
     context_tokens = sum(request.context_tokens for request in ran)

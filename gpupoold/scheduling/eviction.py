@@ -21,8 +21,7 @@ class Victim(Enum):
 class PageHolding:
     """The pages of one model on the device.
 
-    ``idle_s`` is the time since the last use. ``movable_kv_pages`` is the live KV for which the
-    host has memory, None for all.
+    ``idle_s``: since the last use. The host has memory for ``movable_kv_pages``, None for all live.
     """
 
     model: str

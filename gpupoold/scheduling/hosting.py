@@ -1,9 +1,9 @@
 """Hosting: the devices that have the engine of a model. Pure.
 
-An engine takes memory outside the device's pages (graphs, workspaces, allocator), and a device has
-a limit for the sum. As long as all engines fit, every device hosts every model. Otherwise a model
-has at least one device, and further devices while memory is left or requests would be late; idle
-engines are evicted for others, first those whose model has another device.
+An engine takes memory outside the device's pages, and a device has a limit for the sum. As long as
+all engines fit, every device hosts every model. Otherwise a model has at least one device, and
+further devices while memory is left or requests would be late; idle engines are evicted for others,
+first those whose model has another device.
 """
 
 from __future__ import annotations
@@ -19,28 +19,20 @@ from gpupoold.scheduling.rules import ReasonName
 from gpupoold.scheduling.state import DeviceState, State
 from gpupoold.scheduling.wait_estimate import first_token_in_s
 
+# Seconds without use after which an engine is evicted for the late requests of another model.
 LATE_IDLE_S = 60.0
-"""Seconds without use after which an engine is evicted for the late requests of another model."""
-
+# Seconds without use after which the only engine of a model makes place for a planned home.
 HOME_IDLE_S = LASTING_S
-"""Seconds without use after which the only engine of a model makes place for a planned home."""
-
+# Seconds between looks at devices that could become homes; policies plan homes as often.
 HOSTABLE_PERIOD_S = 5.0
-"""Seconds between looks at devices that could become homes; policies plan homes as often."""
-
+# Least seconds in use of an engine whose requests are all late, or that goes to a starving model.
 SHARED_S = 5.0
-"""Least seconds in use of an engine whose requests are all late, or that goes to a model whose
-requests have waited for ``STARVING_S``.
-"""
-
+# Seconds after which requests get an engine in use, however urgent its own requests are.
 STARVING_S = 20.0
-"""Seconds after which requests get an engine in use, however urgent its own requests are."""
-
+# Seconds by which the requests of an engine in use are less urgent than those that get it.
 _LEAST_GAIN_S = 1.0
-"""Seconds by which the requests of an engine in use are less urgent than those that get it."""
-
+# The longest use of an engine that fine-tunes share, without a token of requests from before.
 _MOST_SILENT_S = 30.0
-"""The longest use of an engine that fine-tunes share, without a token of requests from before."""
 
 _PROMPT_TOKENS = 256
 
@@ -52,10 +44,7 @@ class HostingReason(ReasonName):
     NEEDED = "needed", "no other device in service had the model"
     HOME = "home", "the planned home of the model, by the arrivals of the last minutes"
     LATE = "late", "requests would have been late on the other devices"
-    SHARED = (
-        "shared",
-        "its requests were more urgent than those of the engine's model",
-    )
+    SHARED = "shared", "its requests were more urgent than those of the engine's model"
     SPARE = "spare", "the device had memory for the engine"
 
 
@@ -180,18 +169,12 @@ def choose(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hostin
     ``devices`` are all devices that can load. Devices that drain get a model only without another
     device, or by hand.
     """
-    lacking = [
-        device
-        for device in devices
-        if model.name not in device.engines and model.allows(device.number)
-    ]
+    allowed = [each for each in devices if model.allows(each.number)]
+    lacking = [device for device in allowed if model.name not in device.engines]
     if model.fixed:
-        fitting = [
-            device for device in lacking if victims(model, device, HostingReason.FIXED) is not None
-        ]
-        return [
-            HostingChoice(device.number, HostingReason.FIXED) for device in _sorted(model, fitting)
-        ]
+        reason = HostingReason.FIXED
+        fitting = [device for device in lacking if victims(model, device, reason) is not None]
+        return [HostingChoice(device.number, reason) for device in _sorted(model, fitting)]
     if not model.is_wanted:
         return []
     hosts = [device for device in devices if model.name in device.engines]
@@ -201,40 +184,36 @@ def choose(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hostin
         candidates = lacking
     first = _first(model, candidates, is_hosted=is_hosted)
     spare = [
-        HostingChoice(candidate.number, HostingReason.SPARE)
-        for candidate in candidates
-        if not candidate.is_draining and not candidate.short_bytes(model.need(candidate.number))
+        HostingChoice(each.number, HostingReason.SPARE)
+        for each in candidates
+        if not (each.is_draining or each.short_bytes(model.need(each.number)))
     ]
-    return [
-        *first,
-        *(choice for choice in spare if choice.device not in {two.device for two in first}),
-    ]
+    begun = {choice.device for choice in first}
+    return [*first, *(choice for choice in spare if choice.device not in begun)]
 
 
 def _first(
     model: HostingModel, candidates: Sequence[HostingDevice], *, is_hosted: bool
 ) -> list[HostingChoice]:
     """Return the device to load the model at once, if necessary by evicting other engines."""
-    home = next(
-        (candidate for candidate in candidates if is_hosted and candidate.number == model.home),
-        None,
-    )
-    if home is not None and victims(model, home, HostingReason.HOME) is not None:
-        return [HostingChoice(home.number, HostingReason.HOME)]
+
+    def fitting(reason: HostingReason) -> list[HostingDevice]:
+        return [device for device in candidates if victims(model, device, reason) is not None]
+
+    for device in candidates if is_hosted else ():
+        is_home = device.number == model.home
+        if is_home and victims(model, device, HostingReason.HOME) is not None:
+            return [HostingChoice(device.number, HostingReason.HOME)]
     if is_hosted and not model.is_late:
         return []
     reason = HostingReason.LATE if is_hosted else HostingReason.NEEDED
-    fitting = [
-        candidate for candidate in candidates if victims(model, candidate, reason) is not None
-    ]
-    if not (is_hosted or fitting) and model.family:
+    devices = fitting(reason)
+    if not (is_hosted or devices) and model.family:
         reason = HostingReason.SHARED
-        fitting = [
-            candidate for candidate in candidates if victims(model, candidate, reason) is not None
-        ]
+        devices = fitting(reason)
     if is_hosted:  # a busy device would not help
-        fitting = [device for device in fitting if not device.num_requests and not device.num_loads]
-    return [HostingChoice(device.number, reason) for device in _sorted(model, fitting)[:1]]
+        devices = [device for device in devices if not device.num_requests and not device.num_loads]
+    return [HostingChoice(device.number, reason) for device in _sorted(model, devices)[:1]]
 
 
 def victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -> list[str] | None:
@@ -292,10 +271,7 @@ def shared(model: HostingModel, device: HostingDevice) -> str:
 
 
 def slack_of(deadlines_s: Iterable[float], now_s: float) -> float:
-    """Return the seconds to the first deadline, infinite if all have passed.
-
-    Requests that are late are no reason to take an engine from others, as for planned turns.
-    """
+    """Return the seconds to the first deadline, infinite if all have passed."""
     return min((at_s for at_s in deadlines_s if at_s >= now_s), default=math.inf) - now_s
 
 
@@ -312,9 +288,8 @@ def slack_on(device: DeviceState, name: str, now_s: float) -> float:
 def served_s(since_s: float, signs_s: Iterable[float], now_s: float) -> float:
     """Return the seconds for which an engine has served its model, since ``since_s``.
 
-    ``signs_s`` are the times of the arrival or the latest token of each request. 0 while requests
-    from before have no token since: what their prompts have computed could be lost again and again,
-    if their KV is not kept.
+    ``signs_s`` are the times of each request's arrival or latest token. 0 while requests from
+    before have no token since: their computed prompts could be lost again and again.
     """
     in_use_s = now_s - since_s
     is_silent = any(sign_s < since_s for sign_s in signs_s)
@@ -335,10 +310,9 @@ def idle(device: HostingDevice) -> HostingDevice:
 def hostable_change(
     state: State, model: HostingModel, devices: Sequence[HostingDevice]
 ) -> Hostable | None:
-    """Return the devices that load the model's engine, and those that could become its home.
+    """Return the devices that load the model's engine, or could become its home; None if as known.
 
-    ``devices`` are as if their requests had ended (``idle``). None for the devices in ``state``, or
-    an unknown model.
+    ``devices`` are as if their requests had ended (``idle``).
     """
     known = state.models.get(model.name)
     if known is None:
@@ -388,10 +362,10 @@ def _usefulness(engine: HostedEngine) -> tuple[bool, bool, float]:
 
 
 def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[HostingDevice]:
-    """Return the devices: those with an engine to take over, which needs no load, then the planned
-    home, then those without evictions and with little work.
+    """Return the devices: first those with an engine to take over, then the planned home, then
+    those without evictions and with little work.
 
-    Among devices without work, those are first with few models that have no other device.
+    Among devices without work, those with few models that have no other device come first.
     """
 
     def cost(device: HostingDevice) -> tuple[bool, bool, bool, bool, int, int, int, int]:

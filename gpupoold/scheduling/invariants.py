@@ -7,13 +7,8 @@ import math
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, RequestPhase, State
 
 _SUMS = (
-    "prompt_tokens",
-    "expected_tokens",
-    "num_waiting",
-    "waiting_tokens",
-    "waiting_tokens2",
-    "cached_tokens",
-    "context_tokens",
+    *("prompt_tokens", "expected_tokens", "num_waiting", "waiting_tokens", "waiting_tokens2"),
+    *("cached_tokens", "context_tokens"),
 )
 
 
@@ -22,11 +17,7 @@ class InvariantBroken(AssertionError):
 
 
 def check_state(state: State) -> None:
-    """Check the whole state; about a millisecond per thousand live requests.
-
-    Raises:
-        InvariantBroken: the message names both sides of the disagreement.
-    """
+    """Check the whole state, 1 ms per thousand live requests, or raise InvariantBroken."""
     for name, model in state.models.items():
         _check_model(name, model, state)
     num_placed = len(state.held)

@@ -1,16 +1,15 @@
 """What was observed of requests: output lengths, arrivals, and tokens found in the prefix cache.
 
-Output lengths are predicted by the mean of similar requests (Aladdin, section 2, appendix D).
-Similar means the same model and a similar prompt length. The mean is crude for one request but
-unbiased, so that errors cancel within a batch. Memory is bounded: a window of recent lengths per
-class of each recently used model.
+Output lengths are predicted by the mean of requests of the same model with a similar prompt length
+(Aladdin, section 2, appendix D): crude for one request but unbiased, so that errors cancel within a
+batch. Memory is bounded: a window of recent lengths per class of recently used models.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -55,10 +54,7 @@ class RequestClass:
 
 
 def prompt_class(num_prompt_tokens: int) -> int:
-    """Return the class of a prompt length: the exponent of the next power of two, at most 17.
-
-    Raises ValueError for a negative length.
-    """
+    """Return the class of a prompt length: the exponent of the next power of two, at most 17."""
     if num_prompt_tokens < 0:
         raise ValueError(f"a prompt has no negative length, got {num_prompt_tokens}")
     return min(max(num_prompt_tokens - 1, 0).bit_length(), NUM_PROMPT_CLASSES - 1)
@@ -92,11 +88,7 @@ class RecentLengths:
         self._next = (self._next + 1) % self._window
 
     def mean(self, prior_tokens: float, prior_requests: float) -> float:
-        """Return the mean of the window and of ``prior_requests`` further requests of
-        ``prior_tokens``.
-
-        Raises ValueError if both are empty.
-        """
+        """Return the mean of the window and of ``prior_requests`` of ``prior_tokens``."""
         num_requests = len(self._lengths) + prior_requests
         if not num_requests:
             raise ValueError("there is no mean without lengths or a prior")
@@ -111,30 +103,23 @@ class RecentLengths:
 class _ModelHistory:
     """The lengths of one model, by class and of all."""
 
-    __slots__ = ("classes", "recent", "window")
+    __slots__ = ("classes", "recent")
 
     def __init__(self, window: int) -> None:
-        self.window = window
-        self.classes: dict[int, RecentLengths] = {}
+        self.classes: defaultdict[int, RecentLengths] = defaultdict(lambda: RecentLengths(window))
         self.recent = RecentLengths(window)
-
-    def of_class(self, length_class: int) -> RecentLengths:
-        return self.classes.setdefault(length_class, RecentLengths(self.window))
 
 
 @dataclass(slots=True)
 class OutputLengthPredictor:
-    """Predicts output lengths from finished requests.
-
-    ``window`` is the number of requests that count in each class.
-    """
+    """Predicts output lengths from finished requests, of which ``window`` count in each class."""
 
     default_tokens: float = DEFAULT_OUTPUT_TOKENS
     window: int = WINDOW
     max_models: int = MAX_MODELS
     prior_requests: float = PRIOR_REQUESTS
+    # Least recently observed first.
     _models: dict[str, _ModelHistory] = field(default_factory=dict, init=False)
-    """Least recently observed first."""
 
     @property
     def num_models(self) -> int:
@@ -143,8 +128,8 @@ class OutputLengthPredictor:
     def predict(self, model: str, num_prompt_tokens: int) -> float:
         """Return the expected output tokens.
 
-        The mean of the class is shrunk towards the model's mean while samples are few, and the
-        model's mean towards the default.
+        While samples are few, a class's mean is shrunk towards the model's, and that to the
+        default.
         """
         length_class = prompt_class(num_prompt_tokens)
         history = self._models.get(model)
@@ -157,9 +142,8 @@ class OutputLengthPredictor:
     def predict_again(self, model: str, num_prompt_tokens: int, num_output_tokens: int) -> float:
         """Return the expected output tokens of a request that already has ``num_output_tokens``.
 
-        The result is the mean of longer answers in the class, else of the model. Without longer
-        answers the result is twice the present length, so that a request is predicted anew only a
-        few times.
+        The mean of longer answers in the class, else of the model, else twice the present length,
+        so that a request is predicted anew only a few times.
         """
         length_class = prompt_class(num_prompt_tokens)
         history = self._models.get(model)
@@ -172,15 +156,12 @@ class OutputLengthPredictor:
         return expected if expected > num_output_tokens else max(1.0, 2.0 * num_output_tokens)
 
     def observe(self, model: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Record a request that ended by itself; aborted requests must be left out.
-
-        Raises ValueError for a negative length.
-        """
+        """Record a request that ended by itself; aborted requests must be left out."""
         if num_output_tokens < 0:
             raise ValueError(f"an output has no negative length, got {num_output_tokens}")
         length_class = prompt_class(num_prompt_tokens)
         history = self._models.pop(model, None) or _ModelHistory(self.window)
-        history.of_class(length_class).add(num_output_tokens)
+        history.classes[length_class].add(num_output_tokens)
         history.recent.add(num_output_tokens)
         self._models[model] = history
         if len(self._models) > self.max_models:
@@ -224,10 +205,7 @@ class _Bucket:
 
 
 class ArrivalWindow:
-    """The requests of about the last ``window_s``, with their expected lengths.
-
-    Sums are updated as requests enter and leave the window, so that reading is cheap.
-    """
+    """The requests of about the last ``window_s``, with sums of their expected lengths."""
 
     def __init__(self, window_s: float = RECENT_S) -> None:
         self._window_s = window_s
@@ -308,10 +286,8 @@ class Arrivals:
 class _Seen:
     """Tokens of recent prompts of a class, and those of them that were cached.
 
-    The share of similar requests is a prediction that is wrong for most single requests, whose
-    prompt is either new or mostly known, but right in the sum over the prompts that wait for a
-    device. As for lengths of answers, similar means the same model and a similar prompt length:
-    later turns are longer.
+    The share is a wrong prediction for most single requests, whose prompt is either new or mostly
+    known, but right in the sum over the prompts that wait for a device.
     """
 
     prompt_tokens: float = 0.0

@@ -49,10 +49,7 @@ _HOT_LOAD = 0.5
 def best_split(
     demand: Demand, num_devices: int, least_prefill: int = 1, most_prefill: int | None = None
 ) -> tuple[int, float]:
-    """Return the number of prefill devices that makes the busier stage least busy, and its load.
-
-    Each stage keeps at least one device. Raises ValueError for less than two devices.
-    """
+    """Return the number of prefill devices that makes the busier stage least busy, and its load."""
     if num_devices < 2:
         raise ValueError(f"stages need a device each, got {num_devices} devices")
     low = max(1, least_prefill)
@@ -95,13 +92,10 @@ class RolePlanner:
     def _wish(self, state: State, usable: Sequence[DeviceState], now_s: float) -> int | None:
         """Return the wanted number of prefill devices, None if all should do both."""
         num_prefill = sum(device.role is Role.PREFILL for device in usable)
-        is_split = any(
-            device.role is not Role.MIXED for device in usable if not device.is_role_fixed
-        )
-        present = num_prefill if is_split else None
-        if len(usable) < 2 or any(
-            device.is_role_fixed and device.role is Role.MIXED for device in usable
-        ):
+        free = [device for device in usable if not device.is_role_fixed]
+        fixed = [device.role for device in usable if device.is_role_fixed]
+        present = num_prefill if any(device.role is not Role.MIXED for device in free) else None
+        if len(usable) < 2 or Role.MIXED in fixed:
             return None
         arrivals = state.arrivals.recent
         if arrivals.seen_s(now_s) < _OBSERVE_S:
@@ -115,9 +109,8 @@ class RolePlanner:
         demands = _mean_demands(state, rates_rps, usable)
         main_share = _main_share(demands)
         known = [name for name in rates_rps if name in state.models]
-        hot = [
-            name for name, demand in zip(known, demands, strict=True) if demand.total >= _HOT_LOAD
-        ]
+        pairs = zip(known, demands, strict=True)
+        hot = [name for name, demand in pairs if demand.total >= _HOT_LOAD]
         if len(hot) > 1:
             demands = _mean_demands(state, rates_rps, usable, hot)
         demand = sum(demands, Demand())
@@ -192,18 +185,14 @@ def covers(
 ) -> bool:
     """Return whether prompts and answers have a device each, if ``changed`` had this role."""
     roles = [role if device is changed else device.role for device in devices]
-    return any(role is not Role.DECODE for role in roles) and any(
-        role is not Role.PREFILL for role in roles
-    )
+    has_prompts = any(role is not Role.DECODE for role in roles)
+    return has_prompts and any(role is not Role.PREFILL for role in roles)
 
 
 def _nearer(
     usable: Sequence[DeviceState], wanted: int | None
 ) -> Iterable[tuple[DeviceState, Role]]:
-    """Return changes of free devices towards ``wanted`` prefill devices, cheapest first.
-
-    Answers must migrate when a device begins to prefill, so the device with the fewest changes.
-    """
+    """Return changes of free devices towards ``wanted`` prefill devices, idle ones first."""
     free = sorted(
         (device for device in usable if not device.is_role_fixed),
         key=lambda device: (device.num_requests, device.number),
@@ -220,11 +209,7 @@ def _nearer(
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Work by stage as a number of devices, before rounding.
-
-    Covers the arrivals by model and class of prompt length; a device's capacity follows from the
-    model's costs.
-    """
+    """Work by stage as a number of devices, before rounding."""
 
     prefill: float = 0.0
     decode: float = 0.0
@@ -285,9 +270,9 @@ def _largest_batch(
 def decoding_now(
     state: State, model: Model, capacity_bytes: int, kind: str = "", others_s: float = 0.0
 ) -> float:
-    """Return the devices needed by the present answers, for devices of a kind.
+    """Return the devices of a kind that the present answers need.
 
-    Arrivals alone underestimate until long answers have ended: the first answers to end are short.
+    Arrivals alone underestimate until long answers have ended: the first to end are short.
     """
     num_answers, tokens = 0, 0
     for number in model.hosts:
@@ -311,14 +296,10 @@ def demands_on(
 ) -> list[Demand]:
     """Return the demand of each known model for devices like ``device``.
 
-    The models in ``sharing`` decode in turns: between two tokens of one, the weights of all are
-    read.
+    The models in ``sharing`` decode in turns: each token waits until the weights of all are read.
     """
-    capacity_bytes, bandwidth, kind = (
-        device.up.capacity_bytes,
-        device.bandwidth_bytes_per_s,
-        device.up.kind,
-    )
+    capacity_bytes, kind = device.up.capacity_bytes, device.up.kind
+    bandwidth = device.bandwidth_bytes_per_s
     bases_s = {name: state.models[name].speed(kind).step_s(0, 0) for name in sharing}
     demands = []
     for name, rates in rates_rps.items():
@@ -348,10 +329,9 @@ def decode_velocity(
 ) -> float:
     """Return an estimate of the drain rate of one class by Little's law.
 
-    A request stays ``output * tbt`` and holds ``prompt + output / 2`` tokens on average, so that
+    A request stays ``output * tbt`` and holds ``prompt + output / 2`` tokens on average, so
     ``capacity / (prompt + output / 2)`` requests run at once, or ``max_batch_size``; each frees all
-    its tokens at its end. The paper measures the rate instead; ``tbt_s`` is the step time of the
-    running batch.
+    its tokens at its end. The paper measures the rate; ``tbt_s`` is the running batch's step time.
     """
     held_tokens = kind.num_prompt_tokens + kind.num_output_tokens / 2
     num_running = _positive("kv_capacity_tokens", kv_capacity_tokens) / held_tokens
@@ -370,8 +350,7 @@ def decoders_load(
 ) -> float:
     """Return the needed decode devices before rounding (equation 3).
 
-    The sum over classes of arriving tokens, prompt and output, divided by the class's decode
-    velocity. Raises ValueError for a class with arrivals and no velocity.
+    The sum over classes of arriving tokens, prompt and output, over the class's decode velocity.
     """
     missing = [kind for kind in rates_rps if kind not in velocities]
     if missing:

@@ -1,7 +1,4 @@
-"""The state of the scheduling core: models, devices, live requests and their phases.
-
-Data and lookups only.
-"""
+"""The state of the scheduling core: models, devices, live requests and their phases."""
 
 from __future__ import annotations
 
@@ -59,8 +56,8 @@ class Model:
     """A model and its speed per kind of device; ``costs`` hold for kinds without their own.
 
     A model that does not generate has no decode steps. ``revision`` increases with each change of
-    targets, costs or a ratio. ``hosts`` have its engine, ``hostable`` devices load the
-    engine or could load the engine.
+    targets, costs or a ratio. ``hosts`` have its engine, ``hostable`` devices load or could load
+    it.
     """
 
     name: str
@@ -94,8 +91,7 @@ class Model:
     ) -> float:
         """Return the bytes of KV to reserve for requests with ``context_tokens`` in total.
 
-        Each request needs memory for its expected answer, and at least for half of it beyond its
-        present length, because an answer beyond its expected length keeps growing.
+        Each needs memory for its expected answer, and for half of it beyond its present length.
         """
         tokens = max(prompt_tokens + answer_tokens, context_tokens + answer_tokens / 2)
         return (tokens + num_requests * _KV_BLOCK_TOKENS) * self.kv_bytes_per_token
@@ -170,10 +166,8 @@ class Request:
     priority: Priority = Priority.NORMAL
     rule: Rule | None = None
     max_tokens: int | None = None
-    ttft_s: float | None = None
-    """The target of the request itself; None means the model's."""
-    cached_tokens: int = 0
-    """Tokens of the prompt that are expected not to be computed, because their KV exists."""
+    ttft_s: float | None = None  # of the request itself; None means the model's
+    cached_tokens: int = 0  # of the prompt, expected not to be computed: their KV exists
 
     @property
     def counted_arrival_s(self) -> float:
@@ -183,9 +177,7 @@ class Request:
         return self.arrival_s + self.ttft_s - self.model.targets.ttft_s
 
     def goes_before(self, other: Request) -> bool:
-        """Return whether the request precedes another of its model in a queue; false for equal
-        priority.
-        """
+        """Return whether the request precedes another of its model and of other priority."""
         if self.priority is other.priority:
             return False
         lead = HEAD_START[self.priority] - HEAD_START[other.priority]
@@ -226,10 +218,9 @@ class Batch:
 
     ``kind`` is the device's kind, ``speed`` the model's speed on such devices. ``num_waiting`` need
     prefill of ``waiting_tokens`` in total with ``waiting_tokens2`` as sum of squares, beside
-    ``cached_tokens`` of their prompts; the others
-    have ``context_tokens`` of KV. ``prompt_tokens`` and ``expected_tokens`` cover all requests. The
-    methods keep the sums, so that costs are known without visiting the requests.
-    ``num_background`` requests run in time that others leave, and are no load.
+    ``cached_tokens`` of their prompts; the others have ``context_tokens`` of KV. ``prompt_tokens``
+    and ``expected_tokens`` cover all requests. ``num_background`` requests are no load. The methods
+    keep the sums, so that costs are known without visiting the requests.
     """
 
     model: Model
@@ -250,7 +241,6 @@ class Batch:
     kind: InitVar[str] = ""
 
     def __post_init__(self, kind: str) -> None:
-        """Look the speed up once."""
         self.speed = self.model.speed(kind)
 
     def add(self, request: Request) -> None:
@@ -324,9 +314,7 @@ class Batch:
         return self.speed.step_s(len(self.requests), self.context_tokens)
 
     def prefill_s(self, speed: Speed | None = None) -> float:
-        """Return the seconds to prefill the waiting prompts; ``speed`` for another kind of
-        device.
-        """
+        """Return the seconds to prefill the waiting prompts, or with another ``speed``."""
         if not self.num_waiting:
             return 0.0
         costs = (speed or self.speed).costs
@@ -488,10 +476,9 @@ class DeviceState:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """The whole state. Policies read the state; only the core changes the state.
+    """The whole state, changed by the core alone.
 
-    ``lengths`` predicts answer lengths from finished answers, ``cached`` cached tokens of prompts;
-    ``arrivals`` has the demand.
+    ``lengths`` predicts lengths of answers, ``cached`` cached tokens of prompts.
     """
 
     models: dict[str, Model] = field(default_factory=dict)
@@ -518,11 +505,7 @@ class State:
         return [self.devices[number] for number in sorted(model.hosts)]
 
     def prefill_hosts(self, model: Model) -> list[DeviceState]:
-        """Return the hosts of a model that take prompts, by number.
-
-        If all hosts drain, or if no host has the role, the other hosts are returned, because a wait
-        would be worse.
-        """
+        """Return the hosts of a model that take prompts, or all: to wait would be worse."""
         hosts = self._open_hosts(model)
         return [host for host in hosts if host.role is not Role.DECODE] or hosts
 

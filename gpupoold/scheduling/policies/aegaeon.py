@@ -32,17 +32,14 @@ class _Group:
         self.size += 1
         self.requests[request.id] = request
 
-    def has_work(self, device: DeviceState) -> bool:
-        """Return whether a device has requests, sent or ready to send."""
-        return any(not device.is_waiting_for_kv(request) for request in self.requests.values())
+    def ready(self, device: DeviceState) -> list[Request]:
+        """Return the requests that a device has, sent or ready to send."""
+        return [each for each in self.requests.values() if not device.is_waiting_for_kv(each)]
 
     def prefill_s(self, device: DeviceState) -> float:
         """Return the seconds to prefill a device's requests one by one."""
         prefill_s = device.speed(self.model).costs.prefill_s
-        requests = [
-            request for request in self.requests.values() if not device.is_waiting_for_kv(request)
-        ]
-        return sum(prefill_s(request.context_tokens) for request in requests)
+        return sum(prefill_s(request.context_tokens) for request in self.ready(device))
 
 
 class GroupedPrefill:
@@ -53,10 +50,7 @@ class GroupedPrefill:
         self._group_of: dict[str, _Group] = {}
 
     def dispatch(self, request: Request, devices: list[DeviceState]) -> tuple[DeviceState, Rule]:
-        """Choose the device of a new request: the first group that takes it, or a new group.
-
-        A new group goes to the end of the least loaded queue.
-        """
+        """Choose the device of a new request: the first group that takes it, or a new group."""
         for device in devices:
             for group in self._queue(device):
                 if group.model is request.model and group.size < MAX_GROUP_SIZE:
@@ -79,14 +73,11 @@ class GroupedPrefill:
         queue = self._queue(device)
         while queue and not queue[0].requests:
             queue.pop(0)
-        return next((group for group in queue if group.has_work(device)), None)
+        return next((group for group in queue if group.ready(device)), None)
 
     def turn_of(self, device: DeviceState) -> tuple[int, float]:
-        """Return the requests that joined the first group, and the seconds to prefill the rest.
-
-        Adjacent groups of the same model count together.
-        """
-        groups = [group for group in self._queue(device) if group.has_work(device)]
+        """Return the requests that joined the first model's groups, and the seconds of the rest."""
+        groups = [group for group in self._queue(device) if group.ready(device)]
         of_model = [*itertools.takewhile(lambda group: group.model is groups[0].model, groups)]
         num_joined = sum(group.size for group in of_model)
         return num_joined, sum(group.prefill_s(device) for group in of_model)
@@ -98,7 +89,7 @@ class GroupedPrefill:
     def next_models(self, device: DeviceState) -> list[str]:
         """Return the models of the groups after the present one, in order."""
         current = device.turn.model if device.turn else None
-        waiting = [group.model.name for group in self._queue(device) if group.has_work(device)]
+        waiting = [group.model.name for group in self._queue(device) if group.ready(device)]
         return [name for name in dict.fromkeys(waiting) if name != current]
 
     def _queue(self, device: DeviceState) -> list[_Group]:
@@ -125,10 +116,7 @@ class GroupedPrefill:
 
 @dataclass(slots=True)
 class _WorkList:
-    """The batches of one decode device in order, and the batches left in this round.
-
-    ``last`` is the model of the latest turn.
-    """
+    """The batches of a decode device in order, the rest of this round, and the latest turn's."""
 
     order: list[str] = field(default_factory=list)
     round: list[str] = field(default_factory=list)
@@ -144,19 +132,14 @@ class WeightedDecode:
         self._lists: dict[int, _WorkList] = {}
 
     def dispatch(self, request: Request, devices: list[DeviceState]) -> DeviceState:
-        """Choose a device as in algorithm 1: a batch of the model with KV memory, else the
-        shortest list.
-        """
+        """Choose a device as in algorithm 1: a batch of the model with memory, or a short list."""
         for device in devices:
             if _has_room(request, device):
                 return device
         return min(devices, key=lambda device: (len(_models_on(device)), device.number))
 
     def next_turn(self, device: DeviceState) -> Choice | None:
-        """Return the next batch of the round, or of a new round at the end.
-
-        Skips the latest turn's batch if there is another batch, which was announced as the next.
-        """
+        """Return the next batch of the round, or of a new one, but not the latest turn's."""
         work = self._list(device)
         if not work.order:
             return None
@@ -205,10 +188,7 @@ class WeightedDecode:
 
 
 class AegaeonPolicy(Policy):
-    """Devices split into prefill and decode at the first tick (section 4.1 of the paper).
-
-    Before the first tick, and with one device only, devices do both.
-    """
+    """Devices split into prefill and decode at the first tick (section 4.1), if there are two."""
 
     name = "aegaeon"
 
@@ -257,9 +237,8 @@ class AegaeonPolicy(Policy):
             return [(device, Role.MIXED) for device in devices]
         num_prefill = min(self._num_prefill, len(devices) - 1)
         prefilling, decoding = devices[:num_prefill], devices[num_prefill:]
-        return [(device, Role.PREFILL) for device in prefilling] + [
-            (device, Role.DECODE) for device in decoding
-        ]
+        roles = [(device, Role.PREFILL) for device in prefilling]
+        return [*roles, *((device, Role.DECODE) for device in decoding)]
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
         """Return the first group with its prefill time, or the next batch of the decode round.
@@ -277,10 +256,7 @@ class AegaeonPolicy(Policy):
         return choice
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """Prolong a prefill turn by the prompts that have joined its group.
-
-        A prefill turn is not prolonged for answers, which continue only while no other model waits.
-        """
+        """Prolong a prefill turn by the prompts that have joined its group, not for answers."""
         group = self._prefill.front(device)
         if device.turn_rule is not Rule.PREFILL_FIRST or group is None:
             return turn
@@ -337,9 +313,8 @@ def round_quotas_s(loads: Sequence[TurnLoad], switch_s: float, quota_max_s: floa
     """Return each batch's quota in seconds for a round that spends ``switch_s`` on switching.
 
     ``alpha = max(c/(min n * Q_MAX) + sum 1/n, 0.5)``, ``q_i = c/(n_i * (alpha - sum 1/n))``. With
-    ``c = 0`` the formula is 0/0 or 0: then switching is free, and every batch gets the time of one
-    token target split by need, ``q_i = d_min * (1/n_i) / max(sum 1/n, 0.5)``, so that short turns
-    can meet every deadline.
+    ``c = 0`` every batch gets the time of one token target split by need, ``q_i = d_min * (1/n_i) /
+    max(sum 1/n, 0.5)``, so that short turns can meet every deadline.
     """
     counts = [load.tokens_per_target for load in loads]
     need = sum(1 / count for count in counts)

@@ -1,10 +1,10 @@
 """The default policy: every device prefills and decodes; :mod:`.planned_turns` orders turns.
 
 A model is served on the device that runs the model already, else on the device with the least load,
-preferring the home device among equals. A request that no device has begun stays in the daemon, and
-moves to another device with less load. A full device begins another model only at the last moment,
-because another device may become free. A model with too much load for one device gets a second
-device. A device without KV memory for a request is full for the request.
+preferring the home device among equals. A request that no device has begun moves to another device
+with less load. A full device begins another model only at the last moment, because another may
+become free. A model with too much load for one device gets a second. A device without KV memory for
+a request is full for the request.
 """
 
 from __future__ import annotations
@@ -121,10 +121,7 @@ class GpupoolPolicy(Policy):
         yield from self._moves_for_kv(state, loads)
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
-        """Return requests of models that work there already or have the turn.
-
-        If not all requests of a model can be on time, only the next prefills are returned.
-        """
+        """Return requests of models that work there or have the turn, and can be prefilled next."""
         on_turn = device.turn.model if device.turn else None
         return [
             prefill
@@ -233,10 +230,7 @@ class GpupoolPolicy(Policy):
         return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)
 
     def _chunk_tokens(self, name: str, device: DeviceState, now_s: float) -> int | None:
-        """Return the limit of a step on a decode device where whole prompts would delay answers.
-
-        None if prompts may be prefilled at once.
-        """
+        """Return the limit of a step where whole prompts would delay answers, else None."""
         batch = device.batches[name]
         if device.role is Role.DECODE:
             return chunk_tokens(batch)
@@ -247,10 +241,7 @@ class GpupoolPolicy(Policy):
         return chunk_tokens(batch) if would_delay_answers(batch, now_s, expired_s) else None
 
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
-        """Choose a decode device by load as for a new request, or stay.
-
-        Also applies to answers whose prompts a decode device has prefilled.
-        """
+        """Choose a decode device by load as for a new request, or stay."""
         assert request.device is not None
         device = state.devices[request.device]
         if device.role is Role.DECODE or not (device.migrates_out or state.is_split):
@@ -344,12 +335,9 @@ def _latest_start_s(work: BatchWork, tuning: Tuning) -> float:
 def turn_for_lead(ranked: Ranked, device: DeviceState, tuning: Tuning) -> PlannedTurn | None:
     """Return a turn of the present model before the first ranked turn, None if not useful.
 
-    The present model is resident and ahead, but not far enough for the first turn; all turns that
-    can be on time still can be after the returned turn. Call this where switches are exposed.
-
     A model whose targets are short is at its ``window`` of lead soon, but the next model's turn
-    with both switches takes longer. While the next turns can wait, the present model decodes on,
-    until its lead covers the time without it.
+    with both exposed switches takes longer. While the next turns can wait, the present model, which
+    is resident and ahead, decodes on, until its lead covers the time without it.
     """
     by_rule = dict(ranked)
     kept = by_rule[Rule.DEADLINE]
@@ -383,7 +371,7 @@ def _decode_s(batch: Batch, more_lead_s: float) -> float:
 
 def _slack_s(kept: Sequence[PlannedTurn]) -> float:
     """Return the longest delay of the turns, in order, without a late start."""
-    slack_s, start_s = float("inf"), 0.0
+    slack_s, start_s = math.inf, 0.0
     for turn in kept:
         slack_s = min(slack_s, turn.due_in_s - start_s)
         start_s += turn.duration_s

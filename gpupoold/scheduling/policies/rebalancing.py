@@ -1,17 +1,12 @@
 """Homes of models, and migration of running answers off a device with more load than predicted.
 
-Answers are placed at their first token by predicted lengths. After wrong predictions a device may
-be full beside an idle device. Aladdin (appendix D) then sends new requests elsewhere, as
-``first_token`` does, which uses the devices' real load. The remaining remedy is to migrate running
-answers.
+After wrong predictions of lengths a device may be full beside an idle device. Aladdin (appendix D)
+then sends new requests elsewhere, as ``first_token`` does. The remaining remedy is to migrate
+running answers, which costs a copy of the KV out and in. A migration is worth the cost if
 
-A migration costs a copy of the answer's KV out and in, during which the answer pauses. A migration
-is worth the cost if
-
-- the device is full, and the other device stays below the limit for a second device of a model,
-  with a load lower by that gap: so no answer returns while loads stay the same;
-- the pause is a small part of the answer's remaining time, by the lengths of answers that got as
-  long (a new prediction, because the first one was wrong);
+- the device is full, and the other stays below the limit for a second device of a model, with a
+  load lower by that gap: so no answer returns while loads stay the same;
+- the pause is a small part of the answer's remaining time, by a new prediction;
 - the migration does not make the next token late, or the token is late anyway;
 - the answer has not been migrated for half a minute.
 """
@@ -134,10 +129,7 @@ class Rebalancer:
     def _targets(
         self, model: Model, source: DeviceState, devices: list[DeviceState], loads: Loads
     ) -> list[DeviceState]:
-        """Return the other devices with free load and the model working or resident.
-
-        A model with a planned home stays on the home and its helpers.
-        """
+        """Return the other devices with free load and the model, its home and helpers."""
         return [
             device
             for device in able_devices(model, devices)
@@ -166,8 +158,7 @@ def _tokens_left(request: Request, state: State) -> float:
 
 
 class HomePlanner:
-    """Plans homes for models if switches between them may make answers late, or if not all devices
-    host all models.
+    """Plans homes if switches may make answers late, or if not all devices host all models.
 
     Otherwise a request is best placed by the loads of the moment. A home may lack the engine, which
     is then loaded (:mod:`gpupoold.scheduling.hosting`).
@@ -202,10 +193,7 @@ class HomePlanner:
         return changed | dict.fromkeys(gone)
 
     def _helpers(self, devices: Sequence[HomeDevice]) -> dict[str, set[int]]:
-        """Return the devices where switches to each model would take little time.
-
-        Such switches make no answers of other models late either.
-        """
+        """Return the devices where switches to each model, a home's, would take little time."""
         helpers: dict[str, set[int]] = {name: set() for name in self._homes}
         for device in devices:
             here = [name for name, number in self._homes.items() if number == device.number]
@@ -218,8 +206,8 @@ class HomePlanner:
 def _devices(state: State, now_s: float, lead_share: float) -> list[HomeDevice]:
     """Return the devices in service with the expected work of the models that may live there.
 
-    Those are the hosts of a model, and devices that could load its engine once arrivals are known
-    for longer than a load takes. Models without arrivals have no work.
+    Those are hosts, and devices that could load the engine once arrivals are known for longer than
+    a load takes. Models without arrivals have no work.
     """
     models, lasting = state.models, state.arrivals.lasting
     rates = {name: rate for name, rate in lasting.rates_rps(now_s).items() if name in models}
@@ -254,9 +242,8 @@ def expected_work(
 ) -> ModelDemand:
     """Return the expected work of a model on a device of a kind.
 
-    Answers are paced by the TBT target, so the number of live requests is the arrival rate
-    times the target's time for an answer (Little's law), and the model is without requests as
-    often as an M/G/infinity queue is empty.
+    Answers are paced by the TBT target, so the number of live requests follows by Little's law, and
+    the model is without requests as often as an M/G/infinity queue is empty.
     """
     targets = model.targets
     num_live = tokens = prefill_s = 0.0

@@ -46,8 +46,7 @@ def build_app(control_plane: ControlPlane, exporter: Exporter) -> FastAPI:
 def add_operations(app: FastAPI, handlers: object) -> None:
     """Add each operation's route, with the method of ``handlers`` that has the operation's name.
 
-    Raises:
-        TypeError: an operation has no handler with its parameters, or a handler no operation.
+    Raises TypeError unless operations and handlers have equal names and parameters.
     """
     found = {name for name in vars(type(handlers)) if not name.startswith("_")}
     if found != OPERATIONS.keys():
@@ -58,10 +57,8 @@ def add_operations(app: FastAPI, handlers: object) -> None:
 
 def _add(app: FastAPI, operation: Operation, handler: Callable[..., Awaitable[Any]]) -> None:
     parameters = operation.parameters
-    names, handled = (
-        {parameter.name for parameter in parameters},
-        signature(handler).parameters.keys(),
-    )
+    names = {parameter.name for parameter in parameters}
+    handled = signature(handler).parameters.keys()
     if handled - {"request"} != names:
         raise TypeError(f"{operation.name} and its handler have other parameters")
     if "request" in handled:
@@ -105,10 +102,9 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 
 class Door:
-    """The limit of connections per user, and the groups with access."""
+    """The limit of connections per user, which protects workers' descriptors; and the groups."""
 
     max_connections = 128
-    """Connections per user; the limit protects the descriptors that workers need."""
 
     def __init__(self, groups: AdminGroups) -> None:
         self.groups = groups
@@ -130,11 +126,9 @@ class Door:
 
 
 class PeerProtocol(BoundedHttp):
-    """A connection that puts the caller into the state of its requests.
+    """A connection that puts the caller into the ``state`` of its requests.
 
-    ASGI has no field for credentials of a unix socket; ``state`` carries server data to an
-    application. A caller without a right is refused at once; the connection is closed after
-    ``linger_s`` at the latest.
+    A caller without a right is refused at once, and its connection closed after ``linger_s``.
     """
 
     linger_s = 1.0
@@ -261,18 +255,18 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on, or answer 403 or 415 with the reason and a hint."""
         peer: Peer = scope["state"][_PEER]
+        app: ASGIApp = self._app
         try:
             await self._groups.check(peer, needed_for(scope["method"]))
         except Forbidden as error:
-            answer = JSONResponse(_error_body(error), status_code=error.http_status)
-            await answer(scope, receive, send)
-            return
-        if (coding := unread_coding(scope["headers"])) is not None:
-            unread = UsageError(f"Content-Encoding {coding} is not supported", "send it as it is")
-            answer = JSONResponse(_error_body(unread), HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
-            await answer(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            app = JSONResponse(_error_body(error), status_code=error.http_status)
+        else:
+            if (coding := unread_coding(scope["headers"])) is not None:
+                unread = UsageError(
+                    f"Content-Encoding {coding} is not supported", "send it as it is"
+                )
+                app = JSONResponse(_error_body(unread), HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+        await app(scope, receive, send)
 
 
 def _error_body(error: GpupoolError) -> dict[str, object]:

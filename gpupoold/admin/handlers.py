@@ -85,10 +85,7 @@ _MAX_TAIL_BYTES = 8 << 20
 
 
 class Handlers:
-    """A handler for each operation, of the operation's name and parameters.
-
-    An iterator is answered as a stream; a ``Response`` is sent as it is.
-    """
+    """A handler for each operation; iterators are streams, a ``Response`` is sent as it is."""
 
     def __init__(self, control_plane: ControlPlane, exporter: Exporter) -> None:
         self._control = control_plane
@@ -334,9 +331,8 @@ class Handlers:
     # API keys and the fleet.
 
     async def api_keys(self, revoked: bool) -> list[KeyInfo]:
-        return [
-            self._key_info(row) for row in await self._control.keyring.list(with_revoked=revoked)
-        ]
+        rows = await self._control.keyring.list(with_revoked=revoked)
+        return [self._key_info(row) for row in rows]
 
     async def add_key(self, body: AddKeyRequest) -> NewKey:
         _check_expiry(body.expires_at)
@@ -371,20 +367,18 @@ class Handlers:
     async def fleet_report(self) -> FleetReport:
         control = self._control
         ready = [device for device in control.devices() if device.state == "ready"]
+        rates = [device.bandwidth_bytes_per_s for device in ready]
+        rows = await control.registry.list()
         return FleetReport(
             secret=control.membership.secret,
             http_url=control.http_url,
             is_ready=control.state == "ready",
             device_bytes=[device.device_bytes for device in ready],
-            bandwidth_bytes_per_s=max(
-                (device.bandwidth_bytes_per_s for device in ready), default=0.0
-            ),
+            bandwidth_bytes_per_s=max(rates, default=0.0),
             cache_free_bytes=max(0, control.cache.budget_bytes - control.cache.used_bytes),
             key_names=control.keyring.names,
             rate_uses=control.keyring.rate_uses,
-            models=await fleet_models(
-                await control.registry.list(), control.dispatcher, control.fleet
-            ),
+            models=await fleet_models(rows, control.dispatcher, control.fleet),
         )
 
     async def charge_keys(self, body: ChargeKeysRequest) -> FleetReport:
@@ -501,7 +495,6 @@ class LogReader:
     """A reader that starts at the end of a log and continues in the next file after a rotation."""
 
     def __init__(self, path: Path) -> None:
-        """Open the log."""
         self._path = path
         self._file = path.open("rb")
         self._file.seek(0, os.SEEK_END)
@@ -525,9 +518,9 @@ class LogReader:
         return lines[len(lines) - num_lines :] if num_lines < len(lines) else lines
 
     def new_lines(self) -> list[str]:
-        """Return the complete lines written since the last call.
+        """Return the complete lines written since the last call, of a truncated log all.
 
-        A truncated log starts anew. After a rotation the rest of the old file comes first.
+        After a rotation the rest of the old file comes first.
         """
         has_next = self._has_next()  # before the old file is read to its end
         offset = self._file.tell()

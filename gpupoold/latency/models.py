@@ -1,7 +1,6 @@
 """Latency models of a prefill, a decode step and a switch; their fits, also as plain data.
 
-Every model is linear in its constants: seconds are the sum of constant times term. So one
-least-squares routine fits all models.
+Seconds are the sum of constants times terms, so one least-squares routine fits all models.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from gpupoold.latency.shape import DataError, FitError, LatencyError, ModelShape
 # Rows of a FlashAttention tile for heads of 128; another value only changes the fitted C2.
 ATTENTION_BLOCK_SIZE = 128
 
-PrefillBatch = Sequence[int]
-"""Prompt lengths in tokens, prefilled in one step."""
+PrefillBatch = Sequence[int]  # prompt lengths in tokens, prefilled in one step
 
 
 class DecodeBatch(NamedTuple):
@@ -61,8 +59,7 @@ class PrefillModel:
 
     ``t`` is the number of tokens in the batch, ``t2`` the sum of the squared prompt lengths, ``h``
     and ``m`` the hidden and the FFN size, ``b`` the block size of the attention kernel (128). The
-    constants include the number of layers and of devices, and therefore belong to one model on one
-    device. C1 and C2 in s per operation, C3 in s.
+    constants belong to one model on one device. C1 and C2 in s per operation, C3 in s.
     """
 
     hidden_size: int
@@ -73,7 +70,6 @@ class PrefillModel:
 
     @classmethod
     def of(cls, shape: ModelShape) -> Self:
-        """Return the law for a model's dimensions, with constants of zero."""
         return cls(shape.hidden_size, shape.intermediate_size)
 
     @property
@@ -89,7 +85,6 @@ class PrefillModel:
         return c1_term, 3.0 * h * squares / ATTENTION_BLOCK_SIZE, 1.0
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
-        """Return the law of the same dimensions with other C1, C2, C3."""
         c1, c2, c3 = constants
         return type(self)(self.hidden_size, self.intermediate_size, c1, c2, c3)
 
@@ -100,10 +95,7 @@ class PrefillModel:
 
 @dataclass(frozen=True, slots=True)
 class LinearPrefill:
-    """Aladdin, equation 2: ``k1 * t + c1``, linear in the tokens of the batch.
-
-    ``token_s`` is s per prompt token, ``base_s`` the rest.
-    """
+    """Aladdin, equation 2: ``k1 * t + c1``, of ``token_s`` per prompt token and ``base_s``."""
 
     token_s: float = 0.0
     base_s: float = 0.0
@@ -116,7 +108,6 @@ class LinearPrefill:
         return float(_total_tokens(batch)), 1.0
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
-        """Return the law with other k1, c1."""
         token_s, base_s = constants
         return type(self)(token_s, base_s)
 
@@ -129,10 +120,9 @@ class LinearPrefill:
 class LinearDecode:
     """Aladdin, equation 3: ``(k2 * mean context + c2) * b + c3``.
 
-    The mean context times the batch size is the total context, so the model is linear in the batch
-    size and in the total context. ``context_s`` is s per token of context, ``sequence_s`` s per
-    sequence, ``base_s`` the rest. The paper states the equation for b > 1; here b = 1 is on the
-    same line.
+    The mean context times the batch size is the total context: ``context_s`` is s per token of
+    context, ``sequence_s`` s per sequence. The paper states the equation for b > 1; here b = 1 is
+    on the same line.
     """
 
     context_s: float = 0.0
@@ -149,7 +139,6 @@ class LinearDecode:
         return float(batch.context_tokens), float(batch.batch_size), 1.0
 
     def with_constants(self, constants: Sequence[float], /) -> Self:
-        """Return the law with other k2, c2, c3."""
         context_s, sequence_s, base_s = constants
         return type(self)(context_s, sequence_s, base_s)
 
@@ -160,11 +149,7 @@ class LinearDecode:
 
 @dataclass(frozen=True, slots=True)
 class SwitchModel:
-    """Time to bring a model's missing bytes onto the device.
-
-    The bandwidth is *measured*, so it includes the inefficiency of the link and needs no correction
-    factor.
-    """
+    """Time to bring a model's missing bytes onto the device, by a measured bandwidth."""
 
     bandwidth_bytes_per_s: float
 
@@ -194,8 +179,7 @@ class SwitchModel:
 class LatencyModel:
     """A model on a device: all times for the scheduler.
 
-    ``is_scaled``: the constants are scaled from the nearest measured pair; ``source`` names the
-    origin.
+    ``is_scaled``: the constants are of the nearest measured pair; ``source`` names the origin.
     """
 
     prefill: PrefillLaw
@@ -219,8 +203,7 @@ class LatencyModel:
 
         ``chunks``: per prompt the finished tokens and the tokens of this step. The result is a step
         of the batch, or the fixed part of a prefill without a batch, plus the tokens' contribution
-        to their prompts' prefill. The weights are read once; no other overlap is assumed, so real
-        steps tend to be shorter.
+        to their prompts' prefill. The weights are read once; real steps tend to be shorter.
         """
         prefill = self.prefill.predict_s
         tokens_s = math.fsum(prefill([done + new]) - prefill([done]) for done, new in chunks)
@@ -264,11 +247,7 @@ class DecodeSample(NamedTuple):
 
 
 class Weighting(StrEnum):
-    """The errors to minimise.
-
-    ``absolute``: seconds, so that long steps dominate. ``relative``: per cent of the measured time,
-    so that all decades of a grid count equally.
-    """
+    """The errors to minimise: seconds, or per cent of the measured time, for all decades alike."""
 
     ABSOLUTE = "absolute"
     RELATIVE = "relative"
@@ -276,11 +255,7 @@ class Weighting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FitQuality:
-    """Deviation of a model from its points.
-
-    ``r_squared`` concerns seconds for either weighting; the relative errors are parts of the
-    measured time (0.05 is 5 %).
-    """
+    """Deviation of a model from its points, in seconds or as parts of the measured time."""
 
     r_squared: float
     mean_relative_error: float
@@ -297,11 +272,7 @@ class Fit(Generic[LawT]):
 
 
 def quality_of(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> FitQuality:
-    """Return the deviation of ``law`` from any measured steps.
-
-    Raises:
-        FitError: there are no samples, or a time is not positive.
-    """
+    """Return the deviation of ``law`` from measured steps; FitError without any, or a bad time."""
     check_times(samples)
     if not samples:
         raise FitError("no points to compare the law with")
@@ -350,23 +321,13 @@ class StoredFit(FittedLaw):
         )
 
     def prefill_law(self) -> PrefillLaw:
-        """Return the prefill model.
-
-        Raises:
-            DataError: ``law`` is not a prefill model, or the number of constants differs.
-        """
-        laws: tuple[PrefillLaw, ...] = (
-            PrefillModel(self.hidden_size, self.intermediate_size),
-            LinearPrefill(),
-        )
+        """Return the prefill model; DataError for another law or number of constants."""
+        law = PrefillModel(self.hidden_size, self.intermediate_size)
+        laws: tuple[PrefillLaw, ...] = (law, LinearPrefill())
         return self._of_these("prefill", laws)
 
     def decode_law(self) -> LinearDecode:
-        """Return the decode model.
-
-        Raises:
-            DataError: ``law`` is not a decode model, or the number of constants differs.
-        """
+        """Return the decode model; DataError for another law or number of constants."""
         return self._of_these("decode", (LinearDecode(),))
 
     def _of_these(self, phase: str, laws: Sequence[LawT]) -> LawT:
@@ -384,10 +345,9 @@ class StoredFit(FittedLaw):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The result of a profiling run; a phase without enough points has no fit.
+    """The result of a profiling run; a phase without enough points has no fit, for a ``problem``.
 
-    ``problem`` is the reason for a missing fit, empty if both fits exist. ``duration_s`` is the
-    device time of the run.
+    ``duration_s`` is the device time of the run.
     """
 
     prefill: StoredFit | None
@@ -398,11 +358,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class StoredLatency:
-    """All measurements of a model on a kind of device.
-
-    ``bandwidth_bytes_per_s`` is the measured rate of weight copies, ``measured_at`` in wall-clock
-    seconds.
-    """
+    """All measurements of a model on a kind of device, at a wall-clock time."""
 
     device: str
     engine_version: str
@@ -429,12 +385,7 @@ class StoredLatency:
         return SwitchModel(self.bandwidth_bytes_per_s).predict_s(num_bytes)
 
     def model(self) -> LatencyModel | None:
-        """Return the latency model; None while a phase has no fit.
-
-        Raises:
-            DataError: a stored law is unknown.
-            LatencyError: the bandwidth is not positive.
-        """
+        """Return the latency model; None while a phase has no fit. Raises LatencyError."""
         if self.prefill is None or self.decode is None:
             return None
         return LatencyModel(

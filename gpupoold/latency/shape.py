@@ -1,7 +1,4 @@
-"""The facts that determine latency: a model's dimensions, and GPUs of ``hardware.toml``.
-
-No number of a GPU is in code. Errors in the inputs are ``ValueError``.
-"""
+"""The facts that determine latency: a model's dimensions, and GPUs of ``hardware.toml``."""
 
 from __future__ import annotations
 
@@ -24,13 +21,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": (),
 }
 _DTYPE_BYTES = {
-    "float32": 4,
-    "float": 4,
-    "float16": 2,
-    "half": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
+    **{"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2},
+    **{"float8_e4m3fn": 1, "float8_e5m2": 1},
 }
 # Types whose FFN has two matrices; other FFNs have a gate, an up and a down projection.
 _UNGATED_TYPES = frozenset(
@@ -43,10 +35,8 @@ _GROUP_NAME = re.compile(r"(\d+) x (.+)")
 _VOCAB_MULTIPLE = 64
 
 NUMBERS = (
-    "memory_bytes",
-    "memory_bandwidth_bytes_per_s",
-    "bf16_flops",
-    "pcie_bandwidth_bytes_per_s",
+    *("memory_bytes", "memory_bandwidth_bytes_per_s"),
+    *("bf16_flops", "pcie_bandwidth_bytes_per_s"),
 )
 
 
@@ -70,8 +60,8 @@ class DataError(LatencyError):
 class ModelShape:
     """The dimensions of a decoder-only transformer.
 
-    ``intermediate_size`` is the width of the feed-forward network that a token passes: for a
-    mixture of experts, the sum over the chosen experts. ``num_parameters`` counts all experts.
+    ``intermediate_size`` is the width that a token passes: for a mixture of experts, the sum over
+    the chosen experts. ``num_parameters`` counts all experts.
     """
 
     num_layers: int
@@ -127,17 +117,12 @@ class ModelShape:
 def from_hf_config(
     config: Mapping[str, Any], num_parameters: int | None = None, dtype: str | None = None
 ) -> ModelShape:
-    """Return the shape in a checkpoint's ``config.json``.
+    """Return the shape in a checkpoint's ``config.json``, or raise ShapeError.
 
-    ``config`` is the file as a dictionary; of a multimodal model, its ``text_config`` counts.
-    ``num_parameters`` may come from the checkpoint's index; otherwise parameters are counted from
-    the dimensions, which is exact for the Llama family (Llama, Yi, InternLM2, Mixtral) and misses
-    at most the biases of other families. ``dtype`` of the weights and the KV defaults to the
-    configuration's, else 16 bits.
-
-    Raises:
-        ShapeError: the message names a missing or invalid key, an unknown dtype, or an unsupported
-            kind of attention.
+    Of a multimodal model ``text_config`` counts. ``num_parameters`` may come from the checkpoint's
+    index; otherwise parameters are counted from the dimensions, which is exact for the Llama family
+    and misses at most the biases of other families. ``dtype`` of the weights and the KV defaults to
+    the configuration's, else 16 bits.
     """
     text = config.get("text_config", config)
     if text.get("kv_lora_rank"):
@@ -178,11 +163,7 @@ def builtin_shapes() -> dict[str, ModelShape]:
 
 
 def builtin_shape(name: str) -> ModelShape:
-    """Return the shape of a packaged model, for example ``Llama-3.1-8B``.
-
-    Raises:
-        DataError: the name is unknown; the message lists the known names.
-    """
+    """Return the shape of a packaged model such as ``Llama-3.1-8B``, or raise DataError."""
     shapes = builtin_shapes()
     if name not in shapes:
         raise DataError(f"no built-in shape {name!r}: there are {', '.join(sorted(shapes))}")
@@ -254,11 +235,9 @@ def why_undivided(
 ) -> str:
     """Return why ``degree`` GPUs cannot share a model equally; empty if they can.
 
-    ``width`` is that of the feed-forward network, or of an expert. None for what is unknown.
-
-    The rules are those of vLLM's tensor parallelism: each GPU computes an equal part of the
-    attention heads, of the feed-forward network and of the vocabulary. KV heads are copied if there
-    are fewer heads than GPUs.
+    ``width`` is that of the feed-forward network, or of an expert. None for what is unknown. The
+    rules are those of vLLM's tensor parallelism: each GPU computes an equal part of the attention
+    heads, of the feed-forward network and of the vocabulary. Few KV heads are copied.
     """
     if num_heads is not None and num_heads % degree:
         return f"{num_heads} attention heads are not divisible by {degree}"
@@ -293,9 +272,9 @@ def held_kv_heads(num_kv_heads: int, degree: int) -> int:
 class HardwareProfile:
     """A kind of GPU.
 
-    ``pcie_bandwidth_bytes_per_s`` is the practical rate of host-to-device copies; if
-    ``is_pcie_measured`` is false, the rate of another GPU with the same link. ``bf16_flops`` is
-    dense. ``sources`` has a sentence for each field of ``NUMBERS`` and for ``host_link``.
+    ``pcie_bandwidth_bytes_per_s`` is the practical rate of host-to-device copies; if not
+    ``is_pcie_measured``, of another GPU with the same link. ``bf16_flops`` is dense. ``sources``
+    has a sentence for each field of ``NUMBERS`` and for ``host_link``.
     """
 
     name: str
@@ -311,21 +290,13 @@ class HardwareProfile:
 
 @cache
 def hardware_profiles() -> dict[str, HardwareProfile]:
-    """Return all packaged profiles by name.
-
-    Raises:
-        DataError: the message names a GPU and a number without source.
-    """
+    """Return all packaged profiles by name; DataError for a number without source."""
     text = resources.files("gpupoold.latency").joinpath("hardware.toml").read_text("utf-8")
     return {name: profile_from(name, entry) for name, entry in tomllib.loads(text).items()}
 
 
 def hardware(name: str) -> HardwareProfile:
-    """Return the profile of a GPU by its short name, or by the driver's name.
-
-    Raises:
-        DataError: the name is unknown; the message lists the known names.
-    """
+    """Return the profile of a GPU by its short name, or by the driver's name, or DataError."""
     profiles = hardware_profiles()
     wanted = name.casefold()
     for profile in profiles.values():
@@ -335,11 +306,7 @@ def hardware(name: str) -> HardwareProfile:
 
 
 def profile_from(name: str, entry: Mapping[str, Any]) -> HardwareProfile:
-    """Check one entry of the file and return its profile.
-
-    Raises:
-        DataError: a field or a number's source is missing, or a number is not positive.
-    """
+    """Return the profile of an entry; DataError for a missing field or source, or a bad number."""
     sources = entry.get("sources", {})
     for key in (*NUMBERS, "host_link", "is_pcie_measured"):
         if key not in entry:

@@ -15,11 +15,7 @@ from gpupoold.system.nvml import Reading
 from gpupoold.wire.messages import WorkerReady, WorkerStatus
 
 _GPU_READINGS: tuple[tuple[str, str, Callable[[Reading], float | None]], ...] = (
-    (
-        "gpu_utilisation_ratio",
-        "Share of time in which kernels ran",
-        lambda reading: reading.utilisation,
-    ),
+    ("gpu_utilisation_ratio", "Share of time in which kernels ran", lambda gpu: gpu.utilisation),
     ("gpu_temperature_celsius", "The temperature", lambda reading: reading.temperature_c),
     ("gpu_power_watts", "The power", lambda reading: reading.power_w),
     ("gpu_memory_used_bytes", "Memory that all processes use", lambda reading: reading.used_bytes),
@@ -379,10 +375,8 @@ def _caches(scrape: Scrape) -> Iterator[Family]:
 
 
 def _recoveries(scrape: Scrape) -> Iterator[Family]:
-    migrations, frontends = (
-        scrape.control_plane.dispatcher.migrations,
-        scrape.control_plane.frontends,
-    )
+    migrations = scrape.control_plane.dispatcher.migrations
+    frontends = scrape.control_plane.frontends
     yield gauge(
         "frontend_up",
         "1 while the frontend of this number accepts connections.",

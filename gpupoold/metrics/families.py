@@ -1,7 +1,6 @@
 """The data of one scrape, and metric families as plain data.
 
-Gathering is quick; the conversion to the Prometheus client's objects takes ten times as long and
-can run in another thread.
+The conversion to the Prometheus client's objects takes ten times as long, in another thread.
 """
 
 from __future__ import annotations
@@ -92,10 +91,7 @@ def one_each(
     label: str,
     items: Iterable[tuple[str, T]],
 ) -> Callable[[str, str, Callable[[T], float | None]], Family]:
-    """Return a function that makes families of one sample per item; ``label`` has the item's key.
-
-    The function takes a name, a text and the value of an item.
-    """
+    """Return a function of a name, a text and the value of an item: a sample each by its key."""
     known = list(items)
 
     def family(name: str, text: str, value: Callable[[T], float | None]) -> Family:
@@ -129,9 +125,9 @@ class Scrape:
     """The control plane and its models by name: counts, attainment of the last minute.
 
     Requests of a preset or adapter count under its name, memory and states under its model's name.
-    An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
-    read. ``drafts`` has the models with speculative decoding, ``waiting`` the number of live
-    requests before their first step by model.
+    An attainment is None without tokens, the bytes of saved snapshots if the disk cannot be read.
+    ``drafts`` has the models with speculative decoding, ``waiting`` the requests before their first
+    step.
     """
 
     control_plane: ControlPlane
@@ -221,7 +217,5 @@ def _waiting(control_plane: ControlPlane, rows: dict[str, ModelRow]) -> Counter[
 
 
 def memories(worker: Worker) -> list[ModelMemory]:
-    """Return the models' memory in a worker's latest report, an empty list while the worker is
-    down.
-    """
+    """Return the models' memory in a worker's latest report, none while the worker is down."""
     return worker.status.models if worker.status else []

@@ -1,4 +1,1 @@
-"""Processes, sockets, and systemd: the operating system's side of the daemon.
-
-Owns no model, request or device.
-"""
+"""Processes, sockets, and systemd: the operating system's side of the daemon."""

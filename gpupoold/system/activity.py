@@ -75,11 +75,7 @@ _TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """The activity of one thread.
-
-    ``requests`` has digests (:func:`digest`) of the requests' ids; None means all requests of
-    ``model`` on the worker.
-    """
+    """The activity of one thread; ``requests`` has digests of ids, None means all of the model."""
 
     phase: ThreadPhase
     model: str
@@ -93,11 +89,7 @@ def digest(request_id: str) -> int:
 
 
 def create_page() -> int:
-    """Return the descriptor of a new page whose slots are all idle.
-
-    Raises:
-        OSError: there is no descriptor or no memory left.
-    """
+    """Return the descriptor of a new page whose slots are all idle."""
     return create_sealed_memfd("gpupool-activity", PAGE_BYTES)
 
 
@@ -152,10 +144,7 @@ class ThreadSlot:
 
     @contextlib.contextmanager
     def doing(self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()) -> Iterator[None]:
-        """Write a phase for the duration of the context.
-
-        After an exception the slot stays: an unhandled exception ends the worker.
-        """
+        """Write a phase for the context; an exception, which ends the worker, leaves it."""
         before = self.phase, self._model, self._ids
         self.set(phase, model, ids)
         yield
@@ -201,10 +190,9 @@ class ActivityPage:
     def beside(
         self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()
     ) -> Iterator[None]:
-        """Write a phase of a thread other than the step thread for the duration of the context.
+        """Write a phase of a thread other than the step thread for the context.
 
-        Waits while all slots are taken. Grammars have separate slots, so copies never wait for
-        grammars.
+        Waits while all slots are taken. Grammars have separate slots: copies never wait for these.
         """
         free = self._free_of_grammars if phase is ThreadPhase.GRAMMAR else self._free
         slot = free.get()
@@ -224,19 +212,15 @@ class ActivityPage:
             self.main.set(ThreadPhase.STEP, model, None)
 
     def begin_step(self, model: str, ids: Sequence[str]) -> None:
-        """Write the start of a step with these requests.
-
-        The previous step may still run: its requests stay in the other slot of steps.
-        """
+        """Write the start of a step; the requests of the previous step stay in the other slot."""
         self._steps.reverse()
         self._steps[0].set(ThreadPhase.STEP, model, ids)
         self._end_scheduling()
 
     def begin_report(self, model: str, ids: Sequence[str]) -> None:
-        """Write that the results of a step are reported, until ``end_report``.
+        """Write that the results of a step are reported, until ``end_report``, in a separate slot.
 
-        After an exception the slot stays. The slot is a separate one, because the requests of
-        successive steps are mostly the same.
+        The requests of successive steps are mostly the same. After an exception the slot stays.
         """
         self._report.set(ThreadPhase.STEP, model, ids)
 
@@ -271,5 +255,4 @@ def _queue_of(slots: Iterable[ThreadSlot]) -> queue.SimpleQueue[ThreadSlot]:
     return made
 
 
-WORKER = ActivityPage()
-"""The activity page of this process."""
+WORKER = ActivityPage()  # of this process

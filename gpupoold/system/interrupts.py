@@ -8,8 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-INTERRUPTED = 130
-"""Exit status of a process that Ctrl-C has ended."""
+INTERRUPTED = 130  # exit status of a process that Ctrl-C has ended
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""Memory by the kernel's rules: the limits of control groups, and files in memory of a fixed size.
-
-Control groups are of both versions. Standard library only.
-"""
+"""Memory by the kernel's rules: the limits of control groups of both versions, and sealed files."""
 
 from __future__ import annotations
 
@@ -34,20 +31,18 @@ _VERSION_2 = _Names("memory.max", "memory.current", ("inactive_file", "active_fi
 
 
 def memory_limit_bytes(pid: int | None = None, root: Path = Path("/")) -> int | None:
-    """Return the lowest limit of the process's control group and its ancestors.
+    """Return the lowest limit of the process's control group and its ancestors, None without any.
 
-    ``pid`` None is this process; ``root`` is the folder with ``proc`` and ``sys``. Returns None
-    without a limit. In a container, the groups outside are not visible and their limits unknown.
+    ``root`` is the folder with ``proc`` and ``sys``. Groups outside of a container are unknown.
     """
     limits = [limit for _, _, limit in _limited_groups(pid, root)]
     return min(limits, default=None)
 
 
 def memory_room_bytes(root: Path = Path("/")) -> int | None:
-    """Return how much more memory this process may use before a group reaches its limit.
+    """Return how much more memory this process may use before a group reaches its limit, if any.
 
     The kernel drops cached files before a group exceeds its limit; shared memory counts as used.
-    Returns None without a limit; ``root`` as for :func:`memory_limit_bytes`.
     """
     rooms = []
     for folder, names, limit in _limited_groups(None, root):
@@ -100,14 +95,11 @@ def create_sealed_memfd(
     *,
     is_allocated: bool = True,
 ) -> int:
-    """Create a zeroed memfd with all pages allocated; children do not inherit the descriptor.
+    """Create a zeroed memfd with all pages allocated, which children do not inherit.
 
     The size is sealed, so no mapping can lose pages. ``populate`` may allocate the pages of a
     descriptor and a number of bytes before the kernel does. If not ``is_allocated``, the kernel
     allocates pages when they are first used.
-
-    Raises:
-        OSError: no descriptor or memory is left.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -17,15 +17,14 @@ from gpupoold.errors import Failed, Refused
 
 _logger = logging.getLogger(__name__)
 
+# The sockets' names in systemd (``FileDescriptorName=``).
 HTTP_SOCKET = "http"
 ADMIN_SOCKET = "admin"
-"""The sockets' names in systemd (``FileDescriptorName=``)."""
 
 _HTTP_BACKLOG = 2048
 _ADMIN_BACKLOG = 128
 
-TakeSocket = Callable[[str], socket.socket | None]
-"""Returns the listening socket of a name from systemd, or None."""
+TakeSocket = Callable[[str], socket.socket | None]  # a listening socket of systemd by its name
 
 _OWN = 0o600
 _OF_GROUP = 0o660
@@ -34,11 +33,7 @@ _OF_ALL = 0o666
 
 @contextlib.contextmanager
 def http_listener(server: ServerSettings, take: TakeSocket) -> Iterator[socket.socket]:
-    """Open the public API's socket, or take the socket from systemd.
-
-    Raises:
-        Failed: the address cannot be bound.
-    """
+    """Open the public API's socket, or take the socket from systemd."""
     given = take(HTTP_SOCKET)
     if given is not None:
         _check_address(given, server)
@@ -52,9 +47,7 @@ def admin_listener(
 ) -> Iterator[socket.socket]:
     """Open the admin API's socket; remove the file at the end, unless systemd owns the socket.
 
-    Raises:
-        Refused: another daemon answers at the path.
-        Failed: the socket cannot be made.
+    Raises Refused if another daemon answers at the path.
     """
     given = take(ADMIN_SOCKET)
     if given is not None:
@@ -70,17 +63,13 @@ def admin_listener(
 
 
 def is_local(listener: socket.socket) -> bool:
-    """Return whether only processes of this machine can connect, by the socket's address.
-
-    True for a unix socket: the permissions of the socket's file restrict access.
-    """
+    """Return whether only processes of this machine can connect, as to every unix socket."""
     if listener.family == socket.AF_UNIX:
         return True
     host = listener.getsockname()[0].partition("%")[0]
     address = ipaddress.ip_address(host)
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped.is_loopback
-    return address.is_loopback
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def why_keys_are_required(access: AccessSettings, listener: socket.socket) -> str:
@@ -163,13 +152,9 @@ def _check_address(given: socket.socket, server: ServerSettings) -> None:
 def share_socket(path: Path, groups: AdminGroups) -> None:
     """Give the admin groups access to the socket if this daemon serves the whole machine.
 
-    A daemon of root, or of a user whose main group is the admin group, serves the machine; another
-    user's daemon stays private. A file has one group only: with a group of readers, everybody may
-    connect, and the guard checks the caller's credentials. A group whose number is unknown counts
-    as absent.
-
-    Raises:
-        OSError: the mode cannot be set.
+    A daemon of root, or of a user whose main group is the admin group, serves the machine. A file
+    has one group only: with a group of readers, everybody may connect, and the guard checks the
+    caller's credentials. A group whose number is unknown counts as absent.
     """
     admins = groups.names.group_id(groups.everything)
     if os.geteuid() != 0 and os.getegid() != admins:

@@ -58,9 +58,8 @@ class Reading:
 
     Of a group, ``gpus`` has the readings of each GPU in the order of the ranks; the device has the
     mean utilisation, the highest temperature, and the sums of power, energy and memory.
-    ``used_bytes`` counts all processes on the GPU. ``energy_j`` is a counter since some time before
-    the daemon's start. ``ordinal`` is the GPU of a reading, None for a group. ``has_display``:
-    programs that draw take memory as they need it.
+    ``used_bytes`` counts all processes. ``energy_j`` is a counter. ``ordinal`` is the GPU of a
+    reading, None for a group. ``has_display``: programs that draw take memory as they need it.
     """
 
     utilisation: float | None = None
@@ -78,18 +77,19 @@ NO_READING = Reading()
 
 def of_group(readings: Sequence[Reading]) -> Reading:
     """Return the reading of a group of GPUs."""
-    busy = [reading.utilisation for reading in readings if reading.utilisation is not None]
+
+    def total(name: str) -> Any:
+        values = [getattr(reading, name) for reading in readings]
+        return None if None in values else sum(values)
+
+    busy = total("utilisation")
     warm = [reading.temperature_c for reading in readings if reading.temperature_c is not None]
-    power = [reading.power_w for reading in readings if reading.power_w is not None]
-    used = [reading.used_bytes for reading in readings if reading.used_bytes is not None]
-    energy = [reading.energy_j for reading in readings if reading.energy_j is not None]
-    count = len(readings)
     return Reading(
-        sum(busy) / count if len(busy) == count else None,
+        None if busy is None else busy / len(readings),
         max(warm, default=None),
-        sum(power) if len(power) == count else None,
-        sum(used) if len(used) == count else None,
-        energy_j=sum(energy) if len(energy) == count else None,
+        total("power_w"),
+        total("used_bytes"),
+        energy_j=total("energy_j"),
         gpus=tuple(readings),
         has_display=any(reading.has_display for reading in readings),
     )
@@ -98,9 +98,9 @@ def of_group(readings: Sequence[Reading]) -> Reading:
 class GpuReadings:
     """The latest reading of each CUDA device of the configuration.
 
-    A separate thread calls the driver, which may be slow or hang, and all readers get the latest
-    value; an old value counts as unknown. No call fails: without a driver, device or sensor the
-    value is None.
+    A separate thread calls the driver, which may be slow or hang. No call fails: without a driver,
+    device or sensor, and for an old reading, the value is None. ``environment`` determines the
+    visible GPUs and their order.
     """
 
     def __init__(
@@ -111,7 +111,6 @@ class GpuReadings:
         clock: Callable[[], float] = time.monotonic,
         interval_s: float = _INTERVAL_S,
     ) -> None:
-        """``environment`` determines the visible GPUs and their order."""
         self._nvml = nvml
         self._clock = clock
         self._interval_s = interval_s
@@ -153,9 +152,9 @@ class GpuReadings:
         return self._readings.get(gpus[0], NO_READING) if gpus else NO_READING
 
     async def fault_of(self, number: int) -> str:
-        """Return the latest fault of a device's GPUs up to now, empty without one.
+        """Return the latest fault of a device's GPUs up to now, empty without one or an old one.
 
-        Wait at most 2 s for a reading that has begun after the call; old faults do not count.
+        Wait at most 2 s for a reading that has begun after the call.
         """
         now_s = self._clock()
         for _ in range(round(_MOST_WAIT_S / _POLL_S)):
@@ -233,11 +232,7 @@ class GpuReadings:
                 self._is_connected = False
 
     def _handle_of(self, entry: str) -> Any:
-        """Return the device of an entry of ``CUDA_VISIBLE_DEVICES``.
-
-        Raises:
-            NVMLError: no device matches, or several do.
-        """
+        """Return the device of an entry of ``CUDA_VISIBLE_DEVICES``; NVMLError unless it is one."""
         nvml = self._nvml
         if entry.isdecimal():
             if not self._is_order_known and nvml.nvmlDeviceGetCount() > 1:
@@ -269,9 +264,7 @@ class GpuReadings:
         )
 
     def _temperature(self, handle: Any) -> float:
-        """Return the temperature; drivers of CUDA 14 have only the second call, before 12.9 the
-        first.
-        """
+        """Return the temperature; CUDA 14 has only the second call, before 12.9 the first."""
         nvml = self._nvml
         try:
             return float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
@@ -288,8 +281,8 @@ class GpuReadings:
 class _FaultWatch:
     """Faults of a GPU's hardware from now on: Xids, and rows of memory that are remapped.
 
-    NVML reports an Xid to every process that has registered, however long the GPU's users live.
-    Virtual GPUs, WSL and old drivers may report no Xids, and GPUs before Ampere remap no rows.
+    NVML reports an Xid to every process that has registered. Virtual GPUs, WSL and old drivers may
+    report no Xids, and GPUs before Ampere remap no rows.
     """
 
     def __init__(self, handle: Any, nvml: Any) -> None:
@@ -323,9 +316,7 @@ class _FaultWatch:
                     yield event.eventData
 
     def _remapped(self) -> tuple[int, ...]:
-        """Return the rows remapped for errors that were not corrected, pending ones, and failures;
-        empty if unknown.
-        """
+        """Return the rows remapped for uncorrected errors, pending ones and failures, if known."""
         with contextlib.suppress(self._nvml.NVMLError):
             return tuple(self._nvml.nvmlDeviceGetRemappedRows(self._handle)[1:])
         return ()
@@ -342,11 +333,7 @@ def has_display(handle: Any, nvml: Any = pynvml) -> bool:
 
 @contextmanager
 def connected(nvml: Any = pynvml) -> Iterator[None]:
-    """Connect to the driver for the time of a block.
-
-    Raises:
-        NVMLError: no driver answers.
-    """
+    """Connect to the driver for the time of a block; NVMLError if none answers."""
     nvml.nvmlInit()
     try:
         yield
@@ -355,10 +342,7 @@ def connected(nvml: Any = pynvml) -> Iterator[None]:
 
 
 class GpuUse(NamedTuple):
-    """The use of a GPU: the number of processes, and the memory of this process in bytes.
-
-    ``own_bytes`` is None if NVML does not list this process, or not its memory.
-    """
+    """The number of processes of a GPU, and this process's bytes, None if NVML does not tell."""
 
     num_processes: int = 0
     own_bytes: int | None = None

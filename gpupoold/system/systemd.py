@@ -1,8 +1,7 @@
-"""The daemon's side of systemd's protocols.
+"""The daemon's side of ``sd_listen_fds(3)`` and ``sd_notify(3)``.
 
-The protocols are ``sd_listen_fds(3)`` and ``sd_notify(3)``: descriptors from 3 on, with names in
-the environment, and datagrams to the socket ``$NOTIFY_SOCKET``. Without systemd there are no
-descriptors, and notifications are dropped.
+Descriptors begin with 3 and have names in the environment; datagrams go to ``$NOTIFY_SOCKET``.
+Without systemd there are no descriptors, and notifications are dropped.
 """
 
 from __future__ import annotations
@@ -22,12 +21,8 @@ _logger = logging.getLogger(__name__)
 
 _FIRST_FD = 3
 _VARIABLES = (
-    "LISTEN_FDS",
-    "LISTEN_FDNAMES",
-    "LISTEN_PID",
-    "NOTIFY_SOCKET",
-    "WATCHDOG_PID",
-    "WATCHDOG_USEC",
+    *("LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"),
+    *("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC"),
 )
 # A stuck service manager must not block serving.
 _SEND_TIMEOUT_S = 1.0
@@ -67,9 +62,7 @@ def read_environment(variables: Mapping[str, str], pid: int) -> Environment:
 
 
 def take_environment(variables: MutableMapping[str, str], pid: int) -> Environment:
-    """Read the variables and remove them, so that children inherit neither variables nor
-    descriptors.
-    """
+    """Read the variables and remove them; children inherit neither these nor descriptors."""
     environment = read_environment(variables, pid)
     for name in _VARIABLES:
         variables.pop(name, None)
@@ -148,10 +141,7 @@ class Notifier:
         return bool(self._address)
 
     def send(self, *fields: str, fds: Sequence[int] = ()) -> bool:
-        """Send ``NAME=value`` fields as one message; return False if sending fails.
-
-        The caller keeps ``fds`` and may close them at once.
-        """
+        """Send ``NAME=value`` fields with ``fds``, the caller's; return False if it fails."""
         if not self._address:
             return False
         try:
@@ -186,10 +176,7 @@ class Notifier:
 
     @contextlib.contextmanager
     def reloading(self) -> Iterator[None]:
-        """Announce a reload of the configuration for the duration of the context.
-
-        The daemon is ready again afterwards, also if the new configuration was refused.
-        """
+        """Announce a reload of the configuration, refused or not, for the context."""
         # The time is required by Type=notify-reload and ignored otherwise.
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
@@ -201,8 +188,7 @@ class Notifier:
 class FdStore:
     """Descriptors that the service manager keeps while the daemon is down.
 
-    ``stored`` has the returned descriptors with names; the caller of the constructor closes them or
-    passes them on.
+    ``stored`` has the returned descriptors with names, which the constructor's caller owns.
     """
 
     def __init__(self, notifier: Notifier, stored: Sequence[NamedFd] = ()) -> None:
@@ -234,9 +220,8 @@ async def informed(
     """Send status and watchdog pings inside this context.
 
     The service manager kills a daemon without a ping for ``watchdog_s``; None disables the
-    watchdog. ``failure_reason`` takes the monotonic time and returns the reason why the daemon is
-    stuck, or an empty text. The event loop calls ``failure_reason``, so a stuck event loop sends no
-    ping.
+    watchdog. ``failure_reason`` takes the monotonic time and returns why the daemon is stuck, empty
+    if not. The event loop calls ``failure_reason``, so a stuck event loop sends no ping.
     """
     if not notifier.has_listener:
         yield

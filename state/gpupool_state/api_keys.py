@@ -19,11 +19,9 @@ _POWERS = tuple(field.name for field in fields(KeyPowers))
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRow(KeyFacts):
-    """A stored key.
+    """A stored key with the hash of its secret, and until ``previous_until`` of the former.
 
-    ``digest`` is the hash of the secret. After a rotation ``previous_digest`` is the hash of the
-    former secret, valid until ``previous_until``. The row of a revoked key stays, without hashes,
-    so that the history can show the name.
+    The row of a revoked key stays, without hashes, so that the history can show the name.
     """
 
     digest: str
@@ -45,7 +43,7 @@ class ApiKeys:
     """API keys in the database; a change is on disk when the call returns.
 
     The name of a revoked key is free again. All methods raise ``Failed``, and change nothing, if
-    the disk is full or the database is locked or damaged.
+    the disk or the database fails.
     """
 
     def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
@@ -65,12 +63,7 @@ class ApiKeys:
         return await _find(self._db, name)
 
     async def add(self, key_id: str, name: str, digest: str, powers: KeyPowers) -> KeyRow:
-        """Store a new key.
-
-        Raises:
-            UsageError: the name is invalid.
-            Refused: another key has the name.
-        """
+        """Store a new key; UsageError for an invalid name, Refused for another key's."""
         if _NAME.fullmatch(name) is None:
             raise UsageError(
                 f"{storable(name)!r} cannot be the name of a key",
@@ -92,10 +85,7 @@ class ApiKeys:
         return await self._update(name, _columns(powers))
 
     async def rotate(self, name: str, digest: str, previous_until: float | None) -> KeyRow:
-        """Replace a key's secret; the former secret stays valid until ``previous_until``.
-
-        With None the former secret is invalid at once.
-        """
+        """Replace a key's secret; the former is valid until ``previous_until``, if given."""
         async with self._db.write() as tx:
             known = await _find(tx, name)
             values = {

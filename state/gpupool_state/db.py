@@ -1,9 +1,8 @@
 """The state database: one SQLite file in WAL mode, one writer, one reader.
 
-Durability: a durable commit (``synchronous=FULL``) is on disk before the call returns, and survives
-any end of the process and a power failure. A commit that is not durable (``synchronous=NORMAL``),
-such as the history's, survives any end of the process, ``kill -9`` included; a power failure or a
-system crash may lose the last transactions. In no case is the file damaged.
+A durable commit (``synchronous=FULL``) is on disk before the call returns. Another commit
+(``synchronous=NORMAL``), such as the history's, survives any end of the process, ``kill -9``
+included; a power failure or a system crash may lose the last. In no case is the file damaged.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import errno
 import os
 import sqlite3
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import aiosqlite
 
@@ -131,16 +130,11 @@ async def migrate(
 ) -> None:
     """Update the schema of a database.
 
-    A step and the row that records the step are one transaction, so a failed step leaves the
-    database unchanged and is repeated by the next call. An older database is first copied to
-    ``<path>.bak-<number>``, with the number of the last applied step.
-
-    ``traces`` are the names of files beside the database that an earlier database left.
-
-    Raises:
-        Refused: the schema is newer than this program, or not gpupool's; or the database has no
-            schema in spite of ``traces``.
-        Failed: a step or the backup failed.
+    A step and the row that records the step are one transaction: a failed step leaves the database
+    unchanged and is repeated by the next call. An older database is first copied to
+    ``<path>.bak-<number>``, with the number of the last applied step. ``traces`` are the names of
+    files beside the database that an earlier one left. Raises Refused, or Failed for a step or the
+    backup.
     """
     done = await applied(db)
     if traces and not done and not await _tables(db) - {"schema_migrations"}:
@@ -232,7 +226,20 @@ async def _apply(db: Database, step: SchemaMigration) -> None:
         ) from error
 
 
-class Database:
+class Source(ABC):
+    """A source of rows: a transaction or the database."""
+
+    @abstractmethod
+    async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+        """Return all rows of a query."""
+
+    async def fetch_one(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
+        """Return the first row of a query, or None."""
+        rows = await self.fetch_all(sql, values)
+        return rows[0] if rows else None
+
+
+class Database(Source):
     """An open state database, returned by ``await Database.open(path)``.
 
     Runs one write transaction at a time, in order of request.
@@ -257,14 +264,10 @@ class Database:
     ) -> Self:
         """Open or create the database at ``path`` and update the schema.
 
-        The caller must hold the lock of the state folder, :class:`gpupool_state.lock.StateLock`.
-        ``busy_timeout_s`` is the longest wait for a lock of another program.
-
-        Raises:
-            Failed: the file is unreadable, unwritable, damaged, locked or not a database, or the
-                disk is full.
-            Refused: the schema is newer than this program, or not gpupool's; or the database is
-                empty in a folder with traces of an earlier one.
+        The caller must hold the :class:`gpupool_state.lock.StateLock` of the folder.
+        ``busy_timeout_s`` is the longest wait for another program's lock. Raises Failed for a file
+        that cannot be used, and Refused for an unknown schema or an empty database with traces of
+        an earlier one.
         """
         with explained(path):
             _make_file(path)
@@ -287,11 +290,7 @@ class Database:
         """Begin a write transaction, committed at the end of the block, rolled back on errors.
 
         A committed change survives a kill of the process and, if ``durable``, a power failure. A
-        cancellation during the commit is delivered after the commit.
-
-        Raises:
-            Failed: the disk is full, or the database is locked, read-only, damaged or closed.
-            RuntimeError: the same task has a transaction open.
+        cancellation during the commit is delivered after the commit. Raises Failed.
         """
         if self._owner is not None and self._owner is asyncio.current_task():
             raise RuntimeError("a write transaction was opened inside another")
@@ -315,27 +314,14 @@ class Database:
                 self._owner = None
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """Return all rows of a query, with the changes of all transactions committed before.
-
-        Raises:
-            Failed: the database is damaged, locked or closed.
-        """
+        """Return all rows of a query, with the changes of all transactions committed before."""
         if self._closed:
             raise Failed(f"the state database {self.path} is closed")
         with explained(self.path):
             return list(await self._reader.execute_fetchall(sql, values))
 
-    async def fetch_one(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
-        """Return the first row of a query, or None. Raises as ``fetch_all``."""
-        rows = await self.fetch_all(sql, values)
-        return rows[0] if rows else None
-
     async def copy_to(self, target: Path) -> None:
-        """Write a consistent, compacted copy of the database; ``target`` must not exist.
-
-        Raises:
-            Failed: the disk is full or the folder cannot be written.
-        """
+        """Write a consistent, compacted copy of the database; ``target`` must not exist."""
         await self.fetch_all("VACUUM INTO ?", (str(target),))
 
     async def close(self) -> None:
@@ -350,12 +336,7 @@ class Database:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _begin(self, durable: bool) -> None:
@@ -420,15 +401,7 @@ async def _prepare(connection: aiosqlite.Connection, path: Path) -> None:
         raise damaged(path, verdict[0])
 
 
-class Source(Protocol):
-    """A source of rows: a transaction or the database."""
-
-    async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """Return all rows of a query."""
-        ...
-
-
-class Transaction:
+class Transaction(Source):
     """An open write transaction; valid only inside its ``async with`` block."""
 
     def __init__(self, connection: aiosqlite.Connection) -> None:
@@ -467,11 +440,6 @@ class Transaction:
         self._check_open()
         return list(await self._connection.execute_fetchall(sql, values))
 
-    async def fetch_one(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
-        """Return the first row of a query, or None."""
-        rows = await self.fetch_all(sql, values)
-        return rows[0] if rows else None
-
     def end(self) -> None:
         """Make later calls raise RuntimeError, because these would run outside the transaction."""
         self._open = False
@@ -482,19 +450,12 @@ class Transaction:
 
 
 def storable(text: str) -> str:
-    """Return a text without lone surrogates, bytes that were not UTF-8 and that SQLite refuses.
-
-    A surrogate becomes a question mark, which no name can contain.
-    """
+    """Return a text with question marks, which no name has, for lone surrogates."""
     return text.encode("utf-8", "replace").decode()
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work`` to the end, even if the caller is cancelled during the wait.
-
-    Raises:
-        asyncio.CancelledError: the caller was cancelled; raised after ``work`` has ended.
-    """
+    """Await ``work`` to the end; a cancellation of the caller is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancellation: asyncio.CancelledError | None = None
     while not task.done():
@@ -526,7 +487,6 @@ def damaged(path: Path, detail: str) -> Failed:
 
 
 def cannot_open(path: Path, detail: str) -> Failed:
-    """Return the error for a file that cannot be opened, for the reason ``detail``."""
     return _failed(_CANNOT_OPEN, path, detail)
 
 
@@ -549,13 +509,7 @@ def _failed(meaning: tuple[str, str], path: Path, detail: str) -> Failed:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Convert SQLite errors caused by the disk or other programs to ``Failed``.
-
-    Raises:
-        Failed: the disk is full, or the file is locked, read-only, unreadable, damaged or not a
-            database.
-        sqlite3.Error: any other error: a defect of the program.
-    """
+    """Convert SQLite errors caused by the disk or other programs to ``Failed``."""
     try:
         yield
     except sqlite3.Error as error:

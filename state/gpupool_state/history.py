@@ -45,10 +45,10 @@ class RequestRow(RequestRecord):
 
 @dataclass(slots=True, kw_only=True)
 class MinuteRow(TimedCounts):
-    """Counts of a model's requests in the minute that began at ``minute_at``.
+    """Counts of a model's requests in the minute that began at ``minute_at``, wall-clock seconds.
 
-    The time is in wall-clock seconds. ``ttft`` and ``tbt`` are histograms in the table's form. A
-    minute with a restart of the daemon has several rows.
+    ``ttft`` and ``tbt`` are histograms in the table's form. A minute with a restart of the daemon
+    has several rows.
     """
 
     minute_at: int
@@ -59,10 +59,7 @@ class MinuteRow(TimedCounts):
 
 @dataclass(kw_only=True)
 class UsageRow(UseCounts):
-    """Use of a model with an API key in the hour that began at ``hour_at``, in wall-clock seconds.
-
-    ``api_key`` is the public id of a key, empty without one.
-    """
+    """Use of a model with an API key, by public id or empty, in the hour from ``hour_at`` on."""
 
     hour_at: int
     model: str
@@ -171,12 +168,9 @@ class History:
 
     ``record_*`` put a row in memory and return; a task writes the rows every ``flush_interval_s``.
     Rows that cannot be written stay in a bounded buffer and are retried at growing intervals; rows
-    beyond the buffer are dropped, oldest first, and counted in ``dropped_rows``. Queries of
-    requests, switches and minutes return written rows, queries of events all rows; a query raises
-    Failed if the database cannot be read. ``since`` is in wall-clock seconds. A condition of None
-    matches all rows.
-
-    Not thread-safe: to be used in the event loop's thread.
+    beyond the buffer are dropped, oldest first, and counted in ``dropped_rows``. Queries return
+    written rows, queries of events all rows, or raise Failed. ``since`` is in wall-clock seconds. A
+    condition of None matches all rows. Not thread-safe.
     """
 
     def __init__(
@@ -191,8 +185,7 @@ class History:
         self._flush_interval_s = flush_interval_s
         self._now = now
         self._waiting: deque[Entry] = deque()
-        self.dropped_rows = 0
-        """Number of rows lost since the start."""
+        self.dropped_rows = 0  # since the start
         self._feed: EventFeed | None = None
         self._last_ids: dict[HistoryTable[Any], int] = {}
         self._num_rows: dict[HistoryTable[Any], int] = {}
@@ -250,10 +243,7 @@ class History:
         self._record(MINUTES, self._next_id(MINUTES), row)
 
     def record_usage(self, row: UsageRow, row_id: int | None = None) -> int:
-        """Store the use of an hour, or rewrite the row ``row_id``; never blocks.
-
-        Returns the row's id.
-        """
+        """Store the use of an hour, or rewrite the row ``row_id``; return the row's id."""
         row_id = self._next_id(USAGE) if row_id is None else row_id
         self._record(USAGE, row_id, row)
         return row_id
@@ -278,10 +268,7 @@ class History:
         limit: int = 100,
         id_part: str | None = None,
     ) -> list[RequestRow]:
-        """Return requests that arrived at ``since`` or later, latest arrival first.
-
-        ``id_part`` is contained in the id of each.
-        """
+        """Return requests since ``since`` whose id contains ``id_part``, latest arrival first."""
         wanted: dict[str, Value] = {
             "model = ?": model,
             "arrived_at >= ?": since,
@@ -317,10 +304,7 @@ class History:
     async def minutes(
         self, since: float, model: str | None = None, num_at_once: int = 1000
     ) -> AsyncIterator[list[MinuteRow]]:
-        """Yield minutes that ended after ``since``, of one model or of all, oldest first.
-
-        Each list has at most ``num_at_once`` rows, because there may be very many minutes.
-        """
+        """Yield minutes that ended after ``since``, oldest first, ``num_at_once`` at most."""
         after = since - 60, 2**63 - 1  # the largest id
         while True:
             rows = await self._db.fetch_all(
@@ -334,10 +318,7 @@ class History:
             after = rows[-1]["minute_at"], rows[-1]["id"]
 
     async def usage(self, since: float) -> list[UsageRow]:
-        """Return sums by model and key over the hours that ended after ``since``.
-
-        ``hour_at`` is the first of the hours.
-        """
+        """Return sums by model and key over the hours that ended after ``since``."""
         rows = await self._db.fetch_all(
             "SELECT min(hour_at) AS hour_at, model, api_key, sum(num_requests) AS num_requests, "
             "sum(num_prompt_tokens) AS num_prompt_tokens, "
@@ -349,10 +330,7 @@ class History:
         return [USAGE.read(row) for row in rows]
 
     async def device_sums(self, since: float) -> list[DeviceMinuteRow]:
-        """Return sums by device over the minutes that ended after ``since``.
-
-        ``minute_at`` is the first of the minutes; bytes are means over the time.
-        """
+        """Return sums by device over the minutes that ended after ``since``; bytes are means."""
         mean = "CAST(sum({0} * seconds) / max(sum(seconds), 1e-9) AS INTEGER) AS {0}"
         rows = await self._db.fetch_all(
             "SELECT min(minute_at) AS minute_at, device, sum(seconds) AS seconds, "
@@ -377,11 +355,7 @@ class History:
         return [table.read(row) for row in rows]
 
     async def events_after(self, after_id: int, limit: int = 100) -> list[Event]:
-        """Return events with ids above ``after_id``, oldest first, also events not yet on disk.
-
-        Raises:
-            Failed: some of the events are only on disk, and the database cannot be read.
-        """
+        """Return events with ids above ``after_id``, oldest first, also events not yet on disk."""
         limit = max(0, limit)
         floor_id = self._events.floor_id
         held = self._events.held_after(max(after_id, floor_id))
@@ -539,10 +513,7 @@ class History:
 
 
 class EventFeed:
-    """Numbers events and keeps the latest ``num_held`` in memory, also when the disk fails.
-
-    Not thread-safe: to be used in the event loop's thread.
-    """
+    """Numbers events and keeps the latest ``num_held`` in memory, also when the disk fails."""
 
     def __init__(self, last_id: int, num_held: int) -> None:
         self.last_id = last_id
@@ -563,10 +534,7 @@ class EventFeed:
         return event
 
     def held_after(self, after_id: int) -> list[Event]:
-        """Return the events in memory with larger ids, oldest first.
-
-        No event is missing if ``after_id >= floor_id``.
-        """
+        """Return the events in memory with larger ids, all if ``after_id >= floor_id``."""
         return [event for event in self._held if event.id > after_id]
 
     async def wait(self, after_id: int, timeout_s: float) -> bool:

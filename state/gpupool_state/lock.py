@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from gpupoold.errors import Failed, Refused
@@ -27,9 +26,7 @@ class StateLock:
     def acquire(cls, folder: Path) -> Self:
         """Create ``folder`` if missing and lock it for this process.
 
-        Raises:
-            Refused: another process has the lock; the message names its pid.
-            Failed: the folder cannot be created or written.
+        Raises Refused with the pid of another process that has the lock.
         """
         path = folder / LOCK_NAME
         try:
@@ -58,12 +55,7 @@ class StateLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

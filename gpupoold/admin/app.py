@@ -215,7 +215,6 @@ class PeerProtocol(BoundedHttp):
             self.transport.resume_reading()  # the look-up has found the peer's groups
 
     def _refuse_caller(self, error: GpupoolError) -> None:
-        """Answer any request with ``error``, then close."""
         self._is_refused = True
         body = _error_body(error)
         self.transport.write(self.answer(HTTPStatus(error.http_status), body))
@@ -253,7 +252,6 @@ class Guard:
         self._groups = groups
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the call on, or answer 403 or 415 with the reason and a hint."""
         peer: Peer = scope["state"][_PEER]
         app: ASGIApp = self._app
         try:

@@ -314,7 +314,6 @@ class Handlers:
     async def _add_minutes(
         self, sums: Spans | ModelSums, model: str | None, since_s: float
     ) -> None:
-        """Add the minutes of the last ``since_s`` seconds, of one model or of all."""
         model = await self._name(model)
         await self._control.history.flush()
         try:
@@ -464,7 +463,6 @@ def _powers(body: AddKeyRequest) -> KeyPowers:
 
 
 def _changed(powers: KeyPowers, body: SetKeyRequest) -> KeyPowers:
-    """Return ``powers`` with the values that the body gives; 0 removes a limit."""
     given = body.model_dump(exclude={"all_models"}, exclude_none=True)
     changes = {name: None if value == 0 else value for name, value in given.items()}
     return dataclasses.replace(powers, **({"models": None} if body.all_models else {}) | changes)

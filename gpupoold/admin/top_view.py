@@ -69,7 +69,6 @@ async def top(control_plane: ControlPlane, limits: TopLimits) -> bytes:
 def _running(
     control_plane: ControlPlane, now_s: float, num_requests: int | None = None
 ) -> views.Values:
-    """Return the values of ``Running`` with the oldest ``num_requests``, None for all."""
     dispatcher = control_plane.dispatcher
     live = islice(dispatcher.live, num_requests)
     return {
@@ -111,7 +110,6 @@ def _usages(
     *,
     has_minutes: bool = True,
 ) -> Iterator[views.Values]:
-    """Yield the values of ``ModelUsage`` for registered models."""
     fleet, dispatcher = control_plane.fleet, control_plane.dispatcher
     engines = fleet.hosts.engines()
     for row in rows:

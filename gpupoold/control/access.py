@@ -248,7 +248,6 @@ class Keyring:
         self._rates.set(row.id, powers.requests_per_minute, powers.tokens_per_minute, now_s)
 
     def _warn_if_locked_out(self) -> None:
-        """Record an event once when all requests are refused because no key is valid."""
         is_locked_out = self.are_required and not self.num_valid
         if is_locked_out and not self._was_locked_out:
             self._history.record_event(

@@ -293,7 +293,6 @@ class ControlPlane(ControlParts):
         await self.lifecycle.frontend_up(frontend)
 
     async def _frontend_down(self, frontend: Frontend, death: Death) -> None:
-        """Cancel the requests of an ended frontend."""
         text = f"ended ({death.reason}) and is restarted"
         self.history.record_event("error", "frontend_down", frontend.name, text)
         self.dispatcher.frontend_down(frontend.number)
@@ -420,7 +419,6 @@ async def build_control_plane(
 def _snapshot_stores(
     settings: Settings, fd_store: FdStore
 ) -> tuple[SnapshotCache, SavedSnapshots, StoredSnapshots]:
-    """Return the snapshots in host memory, on disk, and in the service manager."""
     folder, memory, keys = settings.paths.state_dir, settings.memory, SnapshotKeys()
     stored = StoredSnapshots(fd_store, keys)
     saved = SavedSnapshots(folder / "snapshots", memory.snapshot_files_bytes, keys)
@@ -440,7 +438,6 @@ def _url(listener: socket.socket, settings: Settings) -> str:
 
 
 def _preloaded(settings: Settings) -> list[str]:
-    """Return the modules that the fork server imports."""
     has_emulated = any(device.kind == "emulated" for device in settings.devices)
     worker = ["gpupoold.worker.process"] if has_emulated else []
     return ["gpupoold.frontend.preload", *worker]

@@ -142,7 +142,6 @@ class Frontends:
         task.add_done_callback(self._tasks.discard)
 
     async def _replace(self, frontend: Frontend, pid: int | None, error: NotMounted) -> None:
-        """Replace a process; of several one after another, so that some serve meanwhile."""
         async with self._replacing:
             if frontend.pid != pid:
                 return  # has ended by itself

@@ -102,8 +102,6 @@ class Reloader:
                 await self.reload()
 
     def _apply(self, before: Settings, keys: list[str]) -> None:
-        """Let the parts that do not read the changed ``keys`` at each use follow the changes."""
-
         def has(*beginnings: str) -> bool:
             return any(key.startswith(beginnings) for key in keys)
 

@@ -331,7 +331,6 @@ class StoredFit(FittedLaw):
         return self._of_these("decode", (LinearDecode(),))
 
     def _of_these(self, phase: str, laws: Sequence[LawT]) -> LawT:
-        """Return the model of the stored name with the stored constants."""
         by_name = {type(law).__name__: law for law in laws}
         law = by_name.get(self.law)
         if law is None:

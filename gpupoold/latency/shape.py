@@ -193,7 +193,6 @@ def _dtype_bytes(config: Mapping[str, Any], dtype: str | None) -> int:
 
 
 def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of experts in a layer, and of experts per token."""
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if config.get(key):
             return _read(config, key), _read(config, "num_experts_per_tok")
@@ -201,7 +200,6 @@ def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _ffn_width(config: Mapping[str, Any]) -> int:
-    """Return the width of the feed-forward network, or of one expert."""
     if config.get("moe_intermediate_size"):
         return _read(config, "moe_intermediate_size")
     # The first Qwen's files state the width of gate and up projection together.

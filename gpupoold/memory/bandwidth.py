@@ -83,7 +83,6 @@ def _fill_s(device: Device, scratch: Scratch) -> float:
 
 
 def _best_of(device: Device, direction: Direction, whole: Copy) -> float:
-    """Return the bytes per second of the fastest try, in batches as the transfers make them."""
     batches = list(cut([whole], device.copy_batch_bytes))
     copy_stream = device.open_copy_stream(direction)
     try:

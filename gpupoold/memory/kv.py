@@ -332,7 +332,6 @@ class KvMemory(KvExtents):
             self._busy.pop(self, None)
 
     def _finish(self, group: Group, transfer: Transfer) -> list[int]:
-        """Wait for a group's transfer; return the extents whose pages to drop."""
         is_leaving = group.place is Place.LEAVING
         try:
             transfer.wait()
@@ -364,7 +363,6 @@ class KvMemory(KvExtents):
         group.held |= blocks
 
     def _retain(self, extents: list[int], *, is_filled: bool) -> list[range]:
-        """Map extents; return the newly mapped pages."""
         held: list[range] = []
         fresh: list[range] = []
         try:

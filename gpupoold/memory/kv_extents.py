@@ -529,12 +529,10 @@ class KvExtents:
         return [b for b in blocks if b not in group.held] if group else blocks
 
     def _groups(self, place: Place | None = None) -> list[Group]:
-        """Return groups at ``place``, or all, in the order of their transfer's start."""
         among = self._moving if place in (Place.LEAVING, Place.ARRIVING) else self._all_groups
         return [group for group in among if place is None or group.place is place]
 
     def _put(self, group: Group, place: Place) -> None:
-        """Record ``place`` for all extents of a group; update the counters."""
         size = group.slot.num_bytes
         if group.place is Place.HOST:
             self.missing_bytes -= size

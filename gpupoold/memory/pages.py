@@ -170,12 +170,10 @@ class PagePool:
         self.version += 1
 
     def _drop(self, runs: list[PageRun]) -> None:
-        """Free unbound pages without their contents."""
         self._count_unbound(-_num_pages(runs))
         self.free(runs)
 
     def _give_up(self, num_pages: int) -> None:
-        """Give up contents until ``num_pages`` are free without any."""
         while (short := num_pages + self._num_unbound - self.num_free) > 0:
             owner, unbound = next(iter(self._unbound.items()))
             unbound.runs, gone = split_runs(unbound.runs, max(0, _num_pages(unbound.runs) - short))
@@ -197,7 +195,6 @@ class PagePool:
         return min(fitting, key=_size, default=None)
 
     def _take(self, run: PageRun, num_pages: int, skip: int = 0) -> PageRun:
-        """Allocate ``num_pages`` of a free run, after ``skip`` pages that stay free."""
         index = bisect.bisect_left(self._free, run.first, key=_first)
         taken = PageRun(run.first + skip, num_pages)
         rest = (PageRun(run.first, skip), PageRun(taken.end, run.end - taken.end))

@@ -223,7 +223,6 @@ class PinnedMemory:
         return held
 
     def _leaving_range(self, address: int, num_bytes: int) -> _Range:
-        """Return a range, of which no further piece is pinned."""
         held = self._ranges.get(address)
         if held is None or held.num_bytes != num_bytes:
             raise ValueError(f"{num_bytes} bytes at {address:#x} are not pinned")
@@ -282,7 +281,6 @@ class PinnedMemory:
             return self._changed.wait_for(lambda: self._is_closed or bool(self._leaving), seconds)
 
     def _pin_piece(self, held: _Range) -> bool:
-        """Register the next piece of a range; return False if the driver refuses."""
         with self._registering:
             if not held.is_wanted:
                 return False
@@ -446,12 +444,10 @@ class StagedCopyStream:
         return buffer
 
     def _empty(self, buffer: _Buffer) -> None:
-        """Copy the bytes of finished copies out to the host."""
         after, buffer.after = buffer.after, []
         self._copy(after)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
-        """Copy within host memory, with several threads."""
         num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)) - 1)
         num_bytes = sum(copy.num_bytes for copy in copies)
         if num_threads < 2 or not num_bytes:

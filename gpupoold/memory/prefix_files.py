@@ -199,7 +199,6 @@ class PrefixFiles:
         return self._folder / owner[:NUM_DIGITS] / owner[NUM_DIGITS:]
 
     def _read(self, owner: str, known: set[str]) -> dict[bytes, FileBlock]:
-        """Read the headers of files whose names are not ``known``, in the thread."""
         blocks = {}
         with contextlib.suppress(OSError), os.scandir(self._folder_of(owner)) as entries:
             for name in [entry.name for entry in entries if _NEW not in entry.name]:
@@ -297,7 +296,6 @@ def remove_files(folder: Path, model: str) -> None:
 
 
 def _trim(folder: Path, budget_bytes: int) -> None:
-    """Delete the least recently used files beyond the budget."""
     found = []
     for path in _files(folder):
         with contextlib.suppress(OSError):

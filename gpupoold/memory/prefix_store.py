@@ -240,7 +240,6 @@ class PrefixStore:
         assert self._table.numbers == recorded
 
     def _add(self, owner: str, keys: list[bytes], rows: Sequence[KvRow]) -> _Segment | None:
-        """Return a new segment, for which older ones are evicted, or None without room."""
         block_bytes = sum(row.num_bytes for row in rows)
         num_bytes = block_bytes * len(keys)
         while self.used_bytes + num_bytes > self._budget_bytes:
@@ -257,7 +256,6 @@ class PrefixStore:
         return segment
 
     def _restore(self) -> None:
-        """Take over the copies of the cache's former process, least recently used first."""
         for record in self._table.open_for_writing():
             slot, owner = self._host.claim(record), record.owner.hex()
             known = self._places.get(owner, {})
@@ -279,7 +277,6 @@ class PrefixStore:
             self._unwritten[segment] = None
 
     def _touch(self, segments: Iterable[_Segment]) -> None:
-        """Count segments as used now, the last most recently."""
         for segment in dict.fromkeys(segments):
             self._segments.move_to_end(segment)
             if segment.record is not None:
@@ -294,7 +291,6 @@ class PrefixStore:
         segment.slot.free()
 
     def _hide(self, segment: _Segment) -> None:
-        """Let nobody find the copies any more."""
         self._unwritten.pop(segment, None)
         if not segment.is_forgotten:
             for key in segment.keys:

@@ -232,7 +232,6 @@ class PrefixTiers:
         places: Sequence[BlockPlace],
         num_bytes: int,
     ) -> bool:
-        """Copy blocks in the thread; return whether all have arrived."""
         has_arrived = False
         try:
             has_arrived = all(

@@ -245,13 +245,11 @@ class SlabAllocator:
         assert len(taken) + self._base.num_free == self._base.num_pages
 
     def _shape(self, block_bytes: int) -> _Shape:
-        """Return a known or a new shape; the caller stores a new shape."""
         if block_bytes in self._shapes:
             return self._shapes[block_bytes]
         return _Shape(slab_layout(block_bytes, self.slab_bytes, self._base.num_pages))
 
     def _take(self, shape: _Shape, num_blocks: int) -> list[tuple[_Slab, PageRun]]:
-        """Allocate blocks of a shape that has, or can get, enough free blocks."""
         runs: list[tuple[_Slab, PageRun]] = []
         missing = num_blocks
         for slab in shape.fullest_first():
@@ -307,7 +305,6 @@ class SlabAllocator:
 
 
 def _joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """Return ``extents`` in order, adjacent ones joined."""
     joined: list[Extent] = []
     for extent in extents:
         if joined and sum(joined[-1]) == extent.offset:

@@ -127,7 +127,6 @@ def _gpu(scrape: Scrape) -> Iterator[Family]:
 
 
 def _group_gpus(scrape: Scrape) -> Iterator[Family]:
-    """Yield the families of each GPU of a group."""
     groups = [(number, worker) for number, worker in scrape.devices() if worker.device.num_gpus > 1]
     yield gauge(
         "device_gpus",

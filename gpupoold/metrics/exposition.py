@@ -135,7 +135,6 @@ def _kv_share(scrape: Scrape) -> float | None:
 
 
 def _names(scrape: Scrape, models: set[str]) -> str:
-    """Return the names, aliases, presets and adapters of models, for a label."""
     return ",".join(
         name
         for model in sorted(models)

@@ -207,7 +207,6 @@ def _names(rows: dict[str, ModelRow]) -> list[str]:
 
 
 def _waiting(control_plane: ControlPlane, rows: dict[str, ModelRow]) -> Counter[str]:
-    """Return the number of live requests before their first step by model."""
     live = control_plane.dispatcher.live
     waiting = Counter({name: live.num_waiting(name) for name in rows})
     for worker in control_plane.supervisor.workers:

@@ -107,13 +107,11 @@ def _is_starving(request: Request, now_s: float) -> bool:
 
 
 def _order(device: DeviceState, name: str, now_s: float) -> PrefillOrder:
-    """Return the order of a model's prompts that are not sent, with memory or without."""
     batches = [line[name] for line in (device.queued, device.waiting_for_kv) if name in line]
     return order_of(batches, device, now_s)
 
 
 def _put_back(device: DeviceState, requests: Sequence[Request]) -> None:
-    """Move queued requests back to waiting, before the waiting requests of their model."""
     for name in dict.fromkeys(request.model.name for request in requests):
         behind = device.waiting_for_kv.pop(name, None)
         for request in [request for request in requests if request.model.name == name]:
@@ -163,7 +161,6 @@ def _next(device: DeviceState, now_s: float, newcomer: Request | None = None) ->
 
 
 def _kept_bytes(device: DeviceState, model: Model) -> float:
-    """Return the bytes of KV reserved for the requests of one model."""
     batches = [line[model.name] for line in (device.working, device.queued) if model.name in line]
     moving = [request for request in device.moving.values() if request.model is model]
     kept_bytes = sum(batch.kv_need_bytes for batch in batches)
@@ -171,7 +168,6 @@ def _kept_bytes(device: DeviceState, model: Model) -> float:
 
 
 def _has_room(device: DeviceState, newcomer: Request | None = None) -> bool:
-    """Return whether all sent and queued requests, and ``newcomer``, fit."""
     assert device.up.kv_host_bytes is not None
     kept_bytes, num_requests, weight_bytes = 0.0, 0, 0
     for batch in (*device.working.values(), *device.queued.values()):
@@ -256,7 +252,6 @@ def _has_prompts(batch: Batch) -> bool:
 
 
 def _kv_bytes(device: DeviceState) -> float:
-    """Return the bytes of KV at the expected ends of the device's background requests."""
     batches = (*device.working.values(), *device.queued.values())
     return sum(
         (request.prompt_tokens + request.expected_tokens) * request.model.kv_bytes_per_token

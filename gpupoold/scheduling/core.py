@@ -219,7 +219,6 @@ class Core:
         self._hold(request, now_s)
 
     def _expected_tokens(self, event: e.Arrived) -> int:
-        """Return the expected length of the answer, including tokens that exist already."""
         lengths = self.state.lengths
         if event.num_tokens:
             tokens = lengths.predict_again(event.model, event.prompt_tokens, event.num_tokens)
@@ -292,7 +291,6 @@ class Core:
                 stayed_bytes, stayed_s = need_bytes, request.arrival_s
 
     def _try_migrate(self, request: Request, target: DeviceState, rule: Rule) -> None:
-        """Migrate a decoding request, unless to its own device or to a device without memory."""
         is_elsewhere = target.number != request.device
         if request.phase is RequestPhase.DECODING and is_elsewhere and admits(target, request):
             self._migrate(request, target, rule)
@@ -353,7 +351,6 @@ class Core:
         self._to_plan[device.number] = None
 
     def _assign(self, now_s: float) -> None:
-        """Assign held requests to devices, then send queued requests."""
         for request, device, rule in self.policy.assign(self.state, now_s):
             if request.phase is RequestPhase.QUEUED and request.device is not None:
                 self.state.devices[request.device].dequeue(request)
@@ -375,7 +372,6 @@ class Core:
             self._actions.append(Send(request.id, device.number))
 
     def _plan(self, device: DeviceState, now_s: float) -> None:
-        """Decide on the present and the next turn of a device; emit an action after a change."""
         admit(device, now_s)
         if device.queued:
             self._send(device, now_s)
@@ -433,14 +429,12 @@ class Core:
 
 
 def _move(request: Request, trigger: Trigger) -> None:
-    """Apply a transition of the table; raise IllegalTransition for a missing one."""
     name = f"request {request.id} of {request.model.name} with {request.num_tokens} tokens"
     where = f"{name} on device {request.device}"
     request.phase = phase_after(request.phase, trigger, where)
 
 
 def _remove(request: Request, device: DeviceState) -> None:
-    """Remove a request from its device's batch or queue."""
     if request.phase is RequestPhase.QUEUED:
         device.dequeue(request)
     elif request.phase is RequestPhase.MOVING:

@@ -49,7 +49,6 @@ def _check_model(name: str, model: Model, state: State) -> None:
 
 
 def _check_device(number: int, device: DeviceState, state: State) -> int:
-    """Check one device; return its number of requests."""
     if device.number != number:
         _fail(f"device {device.number} is known as {number}")
     for name, batch in device.batches.items():

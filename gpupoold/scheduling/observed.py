@@ -256,7 +256,6 @@ class ArrivalWindow:
         return rates
 
     def _forget(self, now_s: float) -> int:
-        """Drop the buckets that began before the window; return the number of the last one."""
         last = math.floor((now_s - self._window_s) / self._bucket_s)
         while self._buckets and self._buckets[0].number <= last:
             for (model, length_class), gone in self._buckets.popleft().sums.items():

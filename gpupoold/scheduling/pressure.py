@@ -137,7 +137,6 @@ def _idle_without(demand: ModelDemand, demands: Sequence[ModelDemand], idle_shar
 
 
 def _absence_s(demand: ModelDemand, other: ModelDemand, device: HomeDevice) -> float:
-    """Return the seconds for a short turn of another model, with both switches."""
     return _copy_s(demand, other, device) + _copy_s(other, demand, device) + _LEAST_TURN_S
 
 

@@ -131,7 +131,6 @@ class RolePlanner:
         return best if gain > _WORTHWHILE else present
 
     def _fit_together(self, models: Sequence[Model], usable: Sequence[DeviceState]) -> bool:
-        """Return whether every device can hold all requested models at once, with KV."""
         weight_bytes = sum(model.weight_bytes for model in models)
         numbers = {device.number for device in usable}
         room_bytes = min(device.up.capacity_bytes for device in usable) * (1 - _KV_SHARE)
@@ -259,7 +258,6 @@ def batch_velocity(speed: Speed, tbt_s: float, kind: RequestClass, room_tokens: 
 def _largest_batch(
     speed: Speed, tbt_s: float, held_tokens: float, room_tokens: float
 ) -> tuple[float, float]:
-    """Return the largest on-time batch of answers with this context, and its step time."""
     base_s = speed.step_s(0, 0)
     each_s = max(speed.step_s(1, round(held_tokens)) - base_s, 1e-9)
     batch_size = max(1.0, (_TBT_SHARE * tbt_s - base_s) / each_s)

@@ -281,7 +281,6 @@ def _after_others(
     left_s: float,
     now_s: float,
 ) -> float:
-    """Return the seconds until the turn: the present turn, and turns due earlier."""
     model = mine.model
     switch_s = device.switch_s(model)
     switching = switching_of(device, [*others, mine], _TUNING)
@@ -323,7 +322,6 @@ def _prefills_s(device: DeviceState, request: Request, mine: BatchWork, start_s:
 
 
 def _stall_s(switch_s: float, start_s: float, switching: Switching) -> float:
-    """Return the part of a switch that earlier turns do not hide."""
     return switch_s if switching.is_exposed else max(switch_s - start_s, 0.0)
 
 
@@ -356,7 +354,6 @@ def _kv_room_in_s(device: DeviceState, newcomer: Request, now_s: float) -> float
 
 
 def _num_before(device: DeviceState, request: Request) -> int:
-    """Return the number of earlier requests in the queue for KV memory."""
     lines = device.waiting_for_kv.values()
     return sum(
         other.arrival_s < request.arrival_s for line in lines for other in line.requests.values()

@@ -123,7 +123,6 @@ def _become(
     channel: socket.socket,
     others: Sequence[int],
 ) -> None:
-    """Run as the requested child; does not return."""
     status = 1
     try:
         die_with_parent(parent_pid)
@@ -153,7 +152,6 @@ def _become(
 
 
 def _redirect(log_fd: int) -> None:
-    """Redirect standard input to nothing, and output to the log."""
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log_fd, 1), (log_fd, 2)):
         os.dup2(source, target)

@@ -189,7 +189,6 @@ class BoundedHttp(HttpToolsProtocol, ABC):
 
     @property
     def _is_idle(self) -> bool:
-        """True if no request is being answered."""
         return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
 
     @property
@@ -200,7 +199,6 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         return self._is_idle
 
     def _parse(self, data: memoryview) -> None:
-        """Parse the data; the parser stops after a head with ``Upgrade``."""
         while True:
             try:
                 return self.parser.feed_data(data)

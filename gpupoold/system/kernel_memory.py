@@ -53,7 +53,6 @@ def memory_room_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _limited_groups(pid: int | None, root: Path) -> Iterator[tuple[Path, _Names, int]]:
-    """Yield the groups of a process that have a limit, with the limit in bytes."""
     for line in read_text(root / "proc" / str(pid or "self") / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")

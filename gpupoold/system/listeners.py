@@ -126,7 +126,6 @@ def _made_unix(path: Path, groups: AdminGroups) -> socket.socket:
 
 
 def _is_answered(path: Path) -> bool:
-    """Return whether a daemon answers; raise OSError if the path cannot be a socket's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

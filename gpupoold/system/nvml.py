@@ -208,7 +208,6 @@ class GpuReadings:
             self._stopped.wait(self._interval_s)
 
     def _find_handles(self) -> None:
-        """Look for handles of devices without one, at a limited rate."""
         missing = self._entries.keys() - self._handles.keys()
         now_s = self._clock()
         if not missing or (self._retry_at_s is not None and now_s < self._retry_at_s):
@@ -316,7 +315,6 @@ class _FaultWatch:
                     yield event.eventData
 
     def _remapped(self) -> tuple[int, ...]:
-        """Return the rows remapped for uncorrected errors, pending ones and failures, if known."""
         with contextlib.suppress(self._nvml.NVMLError):
             return tuple(self._nvml.nvmlDeviceGetRemappedRows(self._handle)[1:])
         return ()

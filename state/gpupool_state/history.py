@@ -345,7 +345,6 @@ class History:
     async def _select(
         self, table: HistoryTable[RowT], wanted: dict[str, Value], order: str, limit: int
     ) -> list[RowT]:
-        """Return the rows that match all conditions whose value is not None."""
         given = {term: value for term, value in wanted.items() if value is not None}
         where = f"WHERE {' AND '.join(given)}" if given else ""
         rows = await self._db.fetch_all(

@@ -462,7 +462,6 @@ class TurnLog:
 
 
 def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
-    """Merge two switches to the same model before the same turn."""
     times = (f"{stage}_s" for stage in ("total", *SWITCH_STAGES))
     sizes = ("weight_bytes", "kv_in_bytes", "kv_out_bytes")
     added = {name: getattr(first, name) + getattr(second, name) for name in (*times, *sizes)}

@@ -55,7 +55,6 @@ class Counts(TimedCounts):
         return total
 
     def _add_durations(self, one: Self, other: Self, sign: int = 1) -> None:
-        """Set lateness and stages to the sums of two counts."""
         for name in ("lateness", "first_token", "between_tokens"):
             setattr(self, name, getattr(one, name).plus(getattr(other, name), sign))
 

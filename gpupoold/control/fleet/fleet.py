@@ -405,7 +405,6 @@ class Fleet:
 
     @staticmethod
     def _follow_facts(record: _Record) -> None:
-        """Move between LOADING and READY, which needs a device and a mounted API."""
         if record.is_open and record.life.phase is ModelPhase.LOADING:
             record.life.move(ModelEvent.OPEN)
         elif not record.is_open and record.life.phase is ModelPhase.READY:

@@ -317,7 +317,6 @@ class Intake(ModelPart):
     async def _checked(
         self, path: Path, source: str, *, may_be_remote: bool = False
     ) -> AsyncIterator[Progress]:
-        """Check the checkpoint in folder ``path``, whose weights may be on the hub still."""
         yield Progress(stage="check")
         self._survey = await self._inspector.survey(
             path, self._request.dtype, self._engine, may_be_remote=may_be_remote
@@ -335,7 +334,6 @@ class Intake(ModelPart):
         self.spec = spec
 
     async def _check_sizes(self, info: CheckpointInfo, spec: ModelSpec) -> None:
-        """Check that the model fits on a device, and its snapshot in host memory."""
         dtype, weight_bytes = self._request.dtype, self.weight_bytes
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         try:
@@ -361,7 +359,6 @@ class Intake(ModelPart):
         return max(sizes)
 
     def _check_host_memory(self, weight_bytes: int) -> None:
-        """Check that a snapshot fits in the model cache, and in the memory that is free now."""
         name = self._request.name
         of = SnapshotId(name)  # whichever degree comes first; other devices may rest
         if self._settings.simulated_host.memory_bytes is not None:
@@ -443,7 +440,6 @@ async def fetched(
 async def _until_done(
     task: asyncio.Task[Path], progress: asyncio.Queue[Progress]
 ) -> AsyncIterator[Progress]:
-    """Yield ``progress`` until the task ends; cancel the task if the reader leaves."""
     try:
         while not task.done() or not progress.empty():
             waiter = asyncio.ensure_future(progress.get())

@@ -65,7 +65,6 @@ class CacheControl(ModelPart):
         )
 
     def _engines(self, models: Sequence[str]) -> list[BoundEngine]:
-        """Return all engines by device and model, with the models that can take each over."""
         engines_of = self._fleet.hosts.engines()
         siblings = defaultdict[tuple[int, str], list[str]](list)
         for model in models:
@@ -189,7 +188,6 @@ class CacheControl(ModelPart):
             )
 
     async def _pinned(self, saved_bytes: dict[SnapshotId, int]) -> dict[str, int]:
-        """Return the bytes of each pinned model's snapshots."""
         views = [self._view(row, saved_bytes) for row in await self._registry.list()]
         return {view.name: view.num_bytes for view in views if view.is_pinned}
 

@@ -125,7 +125,6 @@ class EngineRoom(ModelPart):
         )
 
     def _is_starving(self, name: str, now_s: float) -> bool:
-        """Return whether a model with requests has waited longest, and long, for an engine."""
         if self._fleet.availability(name).devices or not self._urgent(name):
             self._waits.end(name)
             return False
@@ -223,7 +222,6 @@ class EngineRoom(ModelPart):
     def _engine(
         self, name: str, number: int, engines: Mapping[str, Host], known: DeviceState | None
     ) -> HostedEngine:
-        """Return an engine; ``known`` is a device with requests of the model."""
         num_bytes, freed_bytes = engines[name].memory.device_bytes, None
         if self._fleet.hosts.first_on(number) == name:  # charged with libraries and kernels too
             usual_bytes = self._fleet.hosts.usual_bytes(number, besides=name)
@@ -275,12 +273,10 @@ class EngineRoom(ModelPart):
         return ""
 
     def _is_only(self, name: str, number: int) -> bool:
-        """Return whether no other device takes new requests of a model."""
         others = [device for device in self._fleet.availability(name).devices if device != number]
         return all(self._fleet.is_device_draining(other) for other in others)
 
     def _home(self, name: str) -> int | None:
-        """Return the device that the policy plans for a model's requests."""
         model = self._dispatcher.state.models.get(name)
         return None if model is None or model.home is None else model.home.device
 

@@ -169,7 +169,6 @@ class ModelAdapters(ModelPart):
     async def _found(
         self, request: AddAdapterRequest, base: ModelRow
     ) -> AsyncIterator[Progress | Adapter]:
-        """Find, download and check an adapter; yield the progress, and at the end the adapter."""
         yield Progress(stage="resolve")
         check_num_adapters(base.spec.name, base.spec.engine, len(base.spec.adapters) + 1)
         found = resolve(request.name, request.source, self._settings.paths.model_dirs)
@@ -219,7 +218,6 @@ class ModelAdapters(ModelPart):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _add(self, base: str, adapter: Adapter) -> ModelRow:
-        """Make the engines take the adapter, then add the adapter; undo the addition on failure."""
         row = await self.find(base)
         changes = options_for(row.spec.engine, adapter.rank)
         if changes:
@@ -248,7 +246,6 @@ class ModelAdapters(ModelPart):
         return replace(adapter, number=self._last_number)
 
     async def _load(self, base: str, adapter: Adapter) -> None:
-        """Make the adapter known to all engines of its base; later engines get it with the load."""
         number, name, path = adapter.number, adapter.name, adapter.path
         for worker in self._ready_hosts(base):
             await self._supervisor.call(
@@ -265,7 +262,6 @@ class ModelAdapters(ModelPart):
                 _logger.warning("%s on worker %d: %s", adapter.name, worker.number, error)
 
     def _ready_hosts(self, base: str) -> list[Worker]:
-        """Return the workers with an engine of ``base``, also one that loads."""
         ready = (worker for worker in self._supervisor.workers if worker.is_ready)
         return [worker for worker in ready if self._fleet.hosts.of(base, worker.number).is_ordered]
 

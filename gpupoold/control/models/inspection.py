@@ -273,7 +273,6 @@ class Divisions:
         return judged
 
     def _judge(self, spec: ModelSpec) -> _Judged:
-        """Read the dimensions of the checkpoint and of the drafter's."""
         judged = _Judged(spec.path, dict(spec.engine))
         degrees = set(self._degrees) - {1}
         _, drafter = drafter_of(spec.engine)
@@ -287,7 +286,6 @@ class Divisions:
 
 
 def _dimensions(folder: Path) -> dict[str, Any]:
-    """Return the content of ``config.json``; empty if the file cannot be read."""
     try:
         return read_json(folder / CONFIG_FILE)
     except Refused:

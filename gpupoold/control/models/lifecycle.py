@@ -186,7 +186,6 @@ class ModelLifecycle(ModelPart, RequestListener):
                 return await self._remove(name, mode)
 
     async def _remove_by_force(self, row: ModelRow) -> ModelRow:
-        """Remove a model; a load that does not stop is ended with its worker."""
         name = row.spec.name
         self._additions.cancel(name)
         ending = asyncio.create_task(self._end_loads(name), name=f"end-loads-{name}")
@@ -211,7 +210,6 @@ class ModelLifecycle(ModelPart, RequestListener):
         return await self.find(name)
 
     async def _set_engine(self, old: ModelSpec, engine: dict[str, str]) -> ModelSpec:
-        """Change the options of the model's engines and API; after a failure the earlier hold."""
         _check_takes_adapters(old, engine)
         new, divisions = replace(old, engine=engine), self.room.divisions
         known = divisions.said(old)
@@ -287,7 +285,6 @@ class ModelLifecycle(ModelPart, RequestListener):
         return await self.find(model)
 
     def _why_unloaded(self, row: ModelRow, number: int) -> GpupoolError:
-        """Return why a settled model is not on a device: memory of the host or of the device."""
         name, snapshots = row.spec.name, self._fleet.snapshots
         degree = snapshots.degree(number) if snapshots.needing([number]) else 0
         space = self.snapshots.weights(name, degree, row.weight_bytes).space

@@ -126,7 +126,6 @@ class ModelMounts(ModelPart):
         self._frontends.send(m.StopServing(model))
 
     def _served(self, row: ModelRow) -> m.ServedModel:
-        """Return a model as clients see it; a model that is being opened is ready."""
         now, is_open = self._fleet.availability(row.spec.name), row.spec.name in self._opening
         return m.ServedModel(
             name=row.spec.name,

@@ -87,7 +87,6 @@ class Parking(ModelPart):
         self._idle_since_s.pop(number, None)
 
     def _idle(self, workers: Sequence[Worker]) -> list[Worker]:
-        """Return the ready workers without requests and loads, present or coming."""
         ready = [each for each in workers if each.is_ready and each.has_loaded]
         nums = self._dispatcher.nums_of_requests([worker.number for worker in ready])
         waiting = {each.model for each in self._dispatcher.live.all() if each.device is None}
@@ -107,7 +106,6 @@ class Parking(ModelPart):
         self.wake(self._best(model, parked), f"for a request of {model}")
 
     def _wake_for_waiting(self, now_s: float) -> None:
-        """Wake a device for a model that has none and is not loaded, or while all are full."""
         parked = self._parked()
         if not parked or any(worker.state == "starting" for worker in self._supervisor.workers):
             return

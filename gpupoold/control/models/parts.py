@@ -59,7 +59,6 @@ class ModelPart:
         return row
 
     def _check_idle(self, model: str) -> None:
-        """Raise Refused if the model or adapter has live requests."""
         num_live = self._num_live(model)
         if num_live:
             raise Refused(
@@ -67,7 +66,6 @@ class ModelPart:
             )
 
     async def _wait_idle(self, model: str) -> None:
-        """Return when a model or adapter has no live requests; TimedOut after the drain timeout."""
         limit_s, loop = self._settings.limits.drain_timeout_s, asyncio.get_running_loop()
         deadline_s = loop.time() + limit_s
         while num_live := self._num_live(model):

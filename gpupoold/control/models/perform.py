@@ -163,7 +163,6 @@ class Performer(ModelPart):
         _logger.info(text, name, worker.number, took, size, engine, reason.why)
 
     async def _serve(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
-        """Store the facts of an engine, and let the engine serve."""
         await self._keep_facts(spec, worker, loaded)
         costs = await self._costs(spec.name, worker)
         if not self._has(worker, spec):
@@ -188,7 +187,6 @@ class Performer(ModelPart):
         return _PROFILING_BUDGET_S[worker.device.kind]
 
     async def _keep_facts(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
-        """Store the facts of a load and the measured profile, if there is one."""
         for name, problem in loaded.model.adapter_problems.items():
             text = f"adapter {name} was not loaded: {problem}"
             self._history.record_event("error", "adapter_failed", spec.name, text)
@@ -227,7 +225,6 @@ class Performer(ModelPart):
             await self._registry.set_engine_bytes(name, kind, num_bytes)
 
     async def _costs(self, name: str, worker: Worker) -> ModelCosts | None:
-        """Return the model's costs for the scheduling core, None while unknown."""
         row = await self._registry.get(name)
         if row is None or worker.ready is None:
             return None
@@ -239,7 +236,6 @@ class Performer(ModelPart):
         return costs_of(latency) if latency is not None else None
 
     def _clean_up(self, worker: Worker, name: str) -> None:
-        """Unload a partly loaded model in the background; a later load waits for the end."""
         task = asyncio.create_task(self._unload_quietly(worker, name))
         self._cleaning.add(task)
         task.add_done_callback(self._cleaning.discard)
@@ -343,7 +339,6 @@ class Performer(ModelPart):
     async def _hand_out(
         self, row: ModelRow, snapshot: CachedSnapshot, workers: list[Worker]
     ) -> None:
-        """Attach the snapshot to the workers of its degree; rebuild engines of another layout."""
         model, hosts = row.spec.name, self._fleet.hosts
         present = self._workers_of(model)
         lacking = [
@@ -361,7 +356,6 @@ class Performer(ModelPart):
         await self._reload_all(row, [worker for worker in lacking if worker not in fitting])
 
     async def _reload_all(self, row: ModelRow, workers: list[Worker]) -> None:
-        """Rebuild engines side by side; raise the first failure after the end of all."""
         reloads = (self._reload(row.spec, worker, row.weight_bytes) for worker in workers)
         _raise_first(await asyncio.gather(*reloads, return_exceptions=True))
 
@@ -374,7 +368,6 @@ class Performer(ModelPart):
             # A dead worker gets the snapshot with the next load.
 
     async def _leave(self, name: str, worker: Worker) -> None:
-        """Unload a model from a worker; its requests continue on other workers."""
         deadline_s = time.monotonic() + _MIGRATIONS_S
         async with worker.load_lock:
             while True:
@@ -422,14 +415,12 @@ class Performer(ModelPart):
         _raise_first(await asyncio.gather(*ends, return_exceptions=True))
 
     async def _take_from(self, worker: Worker, name: str) -> None:
-        """Unload a model when the memory of its snapshot is unpinned and free."""
         try:
             await self._supervisor.drop_snapshot(worker, name)
         finally:
             await self._supervisor.unload(worker, name)
 
     def _workers_of(self, model: str, degree: int = 0) -> list[Worker]:
-        """Return the workers that need the model's snapshot, of one degree or of all."""
         workers = [
             self._supervisor.workers[number] for number in self._fleet.devices_with_snapshot(model)
         ]
@@ -541,7 +532,6 @@ class Failures(ModelPart):
         self._dispatcher.forget(model)
 
     def _with_time(self, model: str, reason: str) -> str:
-        """Return the reason together with the time of the next try."""
         retry_at_s = self._fleet.breakers.retry_at_s(model)
         if retry_at_s is None:
             return reason

@@ -272,7 +272,6 @@ class ModelSnapshots(ModelPart):
         return self._drop_from_workers(of)
 
     async def _drop_from_workers(self, of: SnapshotId) -> None:
-        """Make all workers release a snapshot; return after the release."""
         await self._saved.settled(of)  # a save in progress would keep the memory
         model = of.model
         workers = [
@@ -283,7 +282,6 @@ class ModelSnapshots(ModelPart):
         await asyncio.gather(*(self._supervisor.drop_snapshot(worker, model) for worker in workers))
 
     async def _look_up(self, spec: ModelSpec, worker: Worker) -> int | None:
-        """Return the bytes of the saved snapshot for a worker, None without one."""
         if worker.ready is None:
             return None
         degree = self._devices.degree(worker.number)
@@ -304,7 +302,6 @@ class ModelSnapshots(ModelPart):
 
 
 def _whole_pages(num_bytes: int, worker: Worker) -> int:
-    """Return the host memory of a snapshot of ``num_bytes``, in whole pages."""
     page_bytes = worker.ready.facts.page_bytes if worker.ready is not None else 1
     return -(-num_bytes // page_bytes) * page_bytes
 
@@ -331,7 +328,6 @@ async def rows_in_start_order(
 
 
 async def _recall_use(rows: dict[str, ModelRow], history: History, cache: SnapshotCache) -> None:
-    """Set the last use of each model from the history, or else from the registration."""
     unknown = [name for name in rows if cache.last_used_at(name) is None]
     if not unknown:
         return

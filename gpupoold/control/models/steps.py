@@ -286,13 +286,11 @@ def _replacements(
 
 
 def _replacement(model: ModelView, number: int) -> ModelStep:
-    """Return the step; a try after a failure, which may be the model's own, evicts no engine."""
     step = ModelStep(_K.REPLACE, number)
     return replace(step, reason=HostingReason.SPARE) if step.key in model.retry_at_s else step
 
 
 def _opens(model: ModelView, now_s: float) -> tuple[ModelStep, ...]:
-    """Return the step that mounts the API of a model with a device."""
     step = ModelStep(_K.OPEN)
     is_due = not model.is_open or model.is_trial or model.phase in (_P.FAILED, _P.QUARANTINED)
     is_late = now_s >= model.retry_at_s.get(step.key, 0.0)
@@ -393,7 +391,6 @@ def _loads(
 
 
 def _load(model: ModelView, choice: HostingChoice) -> ModelStep:
-    """Return the step, which is alone if the device has to make the snapshot."""
     degree = model.hosts[choice.device].degree
     is_alone = bool(degree) and not model.weights[degree].is_cached
     return ModelStep(_K.LOAD, choice.device, is_alone, choice.reason)

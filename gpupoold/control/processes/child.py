@@ -183,7 +183,6 @@ class Child(Generic[T]):
         _logger.info("%s stopped", self.name)
 
     async def _finish_log(self) -> None:
-        """Wait until the child's output is in the log."""
         log, self._log = self._log, None
         if log is not None:
             await asyncio.wait([asyncio.wrap_future(log.finish())], timeout=_LAST_LINES_S)

@@ -153,7 +153,6 @@ class Supervised(ABC, Generic[M]):
             self._child.kill()
 
     async def _run_once(self) -> bool:
-        """Run one process to its end; return whether the end is excused."""
         child = self._child = await self._launch()
         self.watch = Watch(self._timing.clock())
         self.reconfigure()
@@ -168,7 +167,6 @@ class Supervised(ABC, Generic[M]):
         return await self._note_end(death)
 
     async def _receive(self, child: Child[M], watch: Watch) -> None:
-        """Handle messages until the channel is closed or a message cannot be handled."""
         try:
             while True:
                 message = await child.channel.receive()
@@ -191,7 +189,6 @@ class Supervised(ABC, Generic[M]):
                 self.end(f"set-up failed: {error}")
 
     def _keep(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run ``work`` in a task that :meth:`stop` cancels."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -468,7 +465,6 @@ class OomKills:
         return self._count() > self._seen[0][1]
 
     def _count(self) -> int:
-        """Return the count, 0 if unavailable."""
         try:
             lines = self._path.read_text().splitlines()
         except OSError:

@@ -132,7 +132,6 @@ class Accounts:
         return TurnStart.of(model, self._state.devices.get(number), self._switches.get(number))
 
     def _count_tokens(self, number: int, message: m.StepOutputs) -> None:
-        """Add the tokens of a step to requests and to models' counts."""
         if message.drafts is not None and message.model in self.stats:
             stats = self.stats[message.model]
             stats.drafts = stats.drafts.plus(message.drafts)

@@ -132,7 +132,6 @@ class Overload:
             del self._promised_s[key]
 
     def _full(self, message: m.AddRequest, now_s: float) -> tuple[RefusalReason, str, float] | None:
-        """Return the reason for a full queue, as a word and a sentence, and the waiting time."""
         limits, model = self.limits, message.model
         num_live = self._live.num_of(model)
         bound = bound_for(message.priority, limits.max_live_requests_per_model, self._keys)
@@ -149,7 +148,6 @@ class Overload:
         return self._full_key(key_id) or self._full_bytes(message)
 
     def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
-        """Return the refusal at a key's limit of live requests, and the waiting time."""
         bound = self._keys.max_live(key_id) if self._keys is not None and key_id else None
         num_live = self._live.num_of_key(key_id)
         if bound is None or num_live < bound:
@@ -159,7 +157,6 @@ class Overload:
         return "key_full", text, _UNKNOWN_S
 
     def _full_bytes(self, message: m.AddRequest) -> tuple[RefusalReason, str, float] | None:
-        """Return the refusal for lack of space in the bytes of live requests."""
         num_bytes, bound = num_bytes_of(message), self.limits.max_bytes_in_flight
         key_id = message.key_id
         if key_id and self._live.bytes_of_key(key_id) + num_bytes > bound * KEY_BYTES_SHARE:

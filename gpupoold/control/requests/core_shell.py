@@ -336,7 +336,6 @@ class Suspects:
 
 
 def _convicts(request: LiveRequest, candidates: Candidates) -> bool:
-    """Return whether a crash convicts a request; count an unclear trial."""
     suspect = request.suspect
     if suspect is None or request.request_id not in candidates.requests:
         return False

@@ -369,7 +369,6 @@ class Dispatcher:
         self._schedule(request, is_warm=is_warm)
 
     def _failed_there(self, message: m.RequestsFailed) -> None:
-        """End requests that a worker has ended; remember a grammar that was the cause."""
         requests = self._known(message.request_ids)
         self._fail(requests, message.message, FinalFailure(message.code) if message.code else None)
         for key_id in {request.key_id for request in requests} if message.grammar else ():
@@ -377,7 +376,6 @@ class Dispatcher:
             self.listener.grammar_refused(refused)
 
     def _wake_asleep(self) -> None:
-        """Ask for the snapshots of models with requests whose devices all rest."""
         for name in self._fleet.asleep():
             if self.live.num_of(name):
                 self.listener.weights_wanted(name)
@@ -390,7 +388,6 @@ class Dispatcher:
         return self._fleet.availability(model).devices
 
     def _schedule(self, request: LiveRequest, *, is_warm: bool) -> None:
-        """Pass a request to the core, or hold the request until the model is warm."""
         if is_warm:
             self._arrive(request)
             return
@@ -407,7 +404,6 @@ class Dispatcher:
         self.shell.handle(arrived(request))
 
     def _restart(self, request: LiveRequest) -> None:
-        """Schedule a request again after the loss of the worker; the tokens so far are kept."""
         request.device = None
         self.accounts.meters.models[request.model].resumed += 1
         self._schedule(request, is_warm=self._fleet.is_warm(request.model))
@@ -424,7 +420,6 @@ class Dispatcher:
             self._restart(request)
 
     def _try_suspects(self, now_s: float) -> None:
-        """Start the next trial of a suspect unless a trial is under way."""
         while (request := self.isolation.next_trial(now_s)) is not None:
             self._restart(request)
 
@@ -436,7 +431,6 @@ class Dispatcher:
         return waits_for(request, self.state, has_hosts=has_hosts)
 
     def _reply(self, number: int, message: m.StepOutputs) -> None:
-        """Send the tokens to the frontends, after the waits for first tokens."""
         for frontend, firsts in self.accounts.first_tokens(number, message).items():
             self.replies.send(frontend, m.FirstTokens(firsts))
         self.replies.outputs(message)
@@ -457,19 +451,16 @@ class Dispatcher:
     def _stop(
         self, requests: list[LiveRequest], reason: str, final: FinalFailure | None = None
     ) -> None:
-        """End requests with an error, also on the workers."""
         self._orders.abort(requests)
         self._fail(requests, reason, final)
 
     def _abandon(self, requests: list[LiveRequest]) -> None:
-        """End requests without a client."""
         self._orders.abort(requests)
         self._end(requests, FinishReason.ABORT)
 
     def _fail(
         self, requests: list[LiveRequest], reason: str, final: FinalFailure | None = None
     ) -> None:
-        """End requests with an error; no worker has any of the requests."""
         self.replies.failed(requests, reason, final)
         self._end(requests, FinishReason.ERROR, reason)
 
@@ -486,7 +477,6 @@ class Dispatcher:
             self._fleet.breakers.answered(request.model)
 
     def _remove(self, request_id: str, reason: FinishReason, error: str = "") -> None:
-        """Remove the record of a request after the end in the core."""
         request = self.live.pop(request_id)
         if request is None:
             return

@@ -136,7 +136,6 @@ def _free_of_parked(worker: Worker) -> int:
 
 
 def _gpus(worker: Worker) -> list[GpuInfo]:
-    """Return the GPUs of a group; empty for a single GPU."""
     device, ready, status = worker.device, worker.ready, worker.status
     count = device.num_gpus
     if count == 1:
@@ -171,7 +170,6 @@ def loading(worker: Worker) -> LoadingInfo | None:
 
 
 def _quota(status: WorkerStatus | None) -> tuple[float | None, float]:
-    """Return the quota and the elapsed time of a turn; the quota is None without an end."""
     if status is None or status.activity.on_turn is None:
         return 0.0, 0.0
     began_s = status.turn_began_s
@@ -228,7 +226,6 @@ def usage(
 
 
 def _draft_values(drafts: DraftCounts) -> Values | None:
-    """Return the values of ``DraftUsage``, None without drafts."""
     if not drafts.num_drafts:
         return None
     return msgspec.structs.asdict(drafts) | {"acceptance_length": drafts.acceptance_length}

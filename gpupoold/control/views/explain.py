@@ -146,7 +146,6 @@ class Explainer(ModelPart):
         )
 
     def _live(self, seen: str) -> list[LiveRequest]:
-        """Return the live requests of a client's request, the named one first."""
         live, text = self._dispatcher.live.all(), request_id_of(seen)
         named = [request for request in live if is_request(request.request_id, seen)]
         if named:
@@ -289,7 +288,6 @@ def _ended_text(row: RequestRow) -> str:
 
 
 def _unscheduled(request: LiveRequest) -> str:
-    """Return the standing of a request unknown to the scheduling core."""
     return _SUSPECT if request.is_held else _LOADING
 
 

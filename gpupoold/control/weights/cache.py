@@ -420,7 +420,6 @@ class HostMemoryBudget:
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
     async def _evict_for(self, of: SnapshotId, num_bytes: int) -> bool:
-        """Evict snapshots until ``num_bytes`` fit; return False if too few can be evicted."""
         while (short_bytes := self._cache.short_bytes(of, num_bytes)) > 0:
             victims = choose_victims(self._candidates(of), short_bytes)
             if victims is None:
@@ -480,7 +479,6 @@ class HostMemoryBudget:
         ]
 
     def _would_fit(self, of: SnapshotId, num_bytes: int) -> bool:
-        """Return whether the snapshot would fit after evicting all other unpinned snapshots."""
         return num_bytes <= self._cache.budget_bytes - self._bytes_of(of, pinned=True)
 
     def _bytes_of(self, of: SnapshotId, *, pinned: bool) -> int:
@@ -517,7 +515,6 @@ class HostMemoryBudget:
         return CacheFull(text, f"{unpin}{self._raise_it(of, num_bytes)}")
 
     def _raise_it(self, of: SnapshotId, num_bytes: int) -> str:
-        """Return how to make the cache large enough for a snapshot beside the pinned snapshots."""
         needed_bytes = num_bytes + self._bytes_of(of, pinned=True)
         setting = self._setting()
         if setting.most_bytes is not None and needed_bytes > setting.most_bytes:

@@ -249,7 +249,6 @@ def _decisive(model: ModelToLoad) -> list[tuple[str, object]]:
 
 
 def _checkpoint_files(folder: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield relative path, bytes and mtime in ns of each file; links to folders may loop."""
     seen = set()
     for parent, folders, names in os.walk(folder, onerror=_reraise, followlinks=True):
         status = os.stat(parent)
@@ -443,12 +442,10 @@ def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
 
 
 def _seals(fd: int) -> int:
-    """Return the seals; raise OSError for a descriptor that is no memfd."""
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
 
 
 def _sealed(data: bytes) -> int:
-    """Return a memfd with ``data``, sealed against all changes."""
     fd = os.memfd_create("gpupool-label", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(fd, "wb", closefd=False) as file:

@@ -224,7 +224,6 @@ def _private(path: str, flags: int) -> int:
 
 
 def _read(path: Path, key: str, nodes: Sequence[int]) -> SavedSnapshot:
-    """Return the snapshot in a new memfd, or raise _Damaged or OSError."""
     with open(path, "rb", buffering=0) as file:
         header = _decode(os.pread(file.fileno(), _HEADER_BYTES, 0))
         if header.key != key:
@@ -245,8 +244,6 @@ def _read(path: Path, key: str, nodes: Sequence[int]) -> SavedSnapshot:
 
 
 def _fill(fd: int, source: int, header: _Header) -> None:
-    """Read the data of ``source`` into the memfd ``fd`` and verify the checksum."""
-
     def read_chunk(start: int) -> bytes:
         num_bytes = min(_CHUNK_BYTES, header.num_bytes - start)
         return _copy_chunk(fd, source, start, num_bytes)
@@ -294,7 +291,6 @@ def _write_at(fd: int, piece: memoryview, offset: int) -> None:
 
 
 def _encode(header: _Header) -> bytes:
-    """Return the 4096 bytes of a header, or raise ValueError if the header is too long."""
     text = msgspec.json.encode(header).ljust(_HEADER_BYTES - _TEXT_OFFSET)
     block = _MAGIC + blake3(text).digest() + text
     if len(block) > _HEADER_BYTES:
@@ -303,7 +299,6 @@ def _encode(header: _Header) -> bytes:
 
 
 def _decode(block: bytes) -> _Header:
-    """Parse the 4096 bytes of a header, or raise _Damaged."""
     if len(block) < _HEADER_BYTES:
         raise _Damaged(f"only {len(block)} bytes")
     if not block.startswith(_MAGIC):
@@ -321,7 +316,6 @@ def _decode(block: bytes) -> _Header:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file if present; a failure only wastes space."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -115,7 +115,6 @@ class WorkerProcess(Supervised[m.FromWorker]):
         self._drop_kv_host()
 
     def _drop_kv_host(self) -> None:
-        """Let go of the KV host cache of the latest process that came up."""
         worker = self._worker
         if worker.kv_host_fd is not None:
             os.close(worker.kv_host_fd)

@@ -262,7 +262,6 @@ class WorkerSupervisor:
         what: str,
         limit_s: float | None = None,
     ) -> V:
-        """Return a worker's answer; a load may have to finish before."""
         limit_s = limit_s or self._settings.limits.load_timeout_s
         try:
             return await pending.answer(key, limit_s)
@@ -277,7 +276,6 @@ class WorkerSupervisor:
 
 
 async def _outcomes(waits: list[asyncio.Task[None]], *, of_all: bool) -> list[BaseException]:
-    """Wait for the first success, or for all; return the errors until then."""
     errors: list[BaseException] = []
     for wait in asyncio.as_completed(waits):
         try:

@@ -290,7 +290,6 @@ class CudaDevice(Device):
         return usable_bytes // self.page_bytes
 
     def _make(self, pages: Iterable[int]) -> None:
-        """Create physical memory for pages without memory; free it again after an error."""
         made: list[int] = []
         try:
             for page in pages:
@@ -325,7 +324,6 @@ class CudaDevice(Device):
             self._driver.synchronize_stream(stream)
 
     def _let_compute_wait(self) -> None:
-        """Make later kernels wait for the work already queued on the copy-in stream."""
         self._driver.record_event(self._filled, self._in_stream)
         for stream in self._compute_streams():
             self._driver.wait_event(stream, self._filled)

@@ -258,7 +258,6 @@ class CudaDriver:
                 return
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the driver; raise an exception for an error code."""
         try:
             status, *results = getattr(self._driver, name)(*arguments)
         except RuntimeError as error:  # the bindings find no driver library

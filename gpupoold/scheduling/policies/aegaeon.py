@@ -100,7 +100,6 @@ class GroupedPrefill:
         self._group_of[request.id] = group
 
     def _load_s(self, device: DeviceState) -> float:
-        """Return the seconds to execute all groups, switches included."""
         total_s = 0.0
         on_device = device.turn.model if device.turn else None
         for group in self._queue(device):
@@ -167,7 +166,6 @@ class WeightedDecode:
         return [InLine(name, Rule.ROUND, work.quotas_s.get(name)) for name in names]
 
     def _list(self, device: DeviceState) -> _WorkList:
-        """Return the present list: without empty batches, new batches at the end."""
         work = self._lists.setdefault(device.number, _WorkList())
         work.round = [name for name in work.round if name in device.working]
         work.order = [name for name in work.order if name in device.working]

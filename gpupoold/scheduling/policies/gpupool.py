@@ -152,7 +152,6 @@ class GpupoolPolicy(Policy):
         return now_s >= self._no_starvation_until_s.get(device.number, -math.inf)
 
     def _count_starving(self, device: DeviceState, now_s: float, duration_s: float) -> None:
-        """Pause the service of starving requests after ``duration_s`` of it."""
         pause_s = duration_s / self._tuning.starvation_share
         self._no_starvation_until_s[device.number] = now_s + pause_s
 
@@ -293,7 +292,6 @@ class GpupoolPolicy(Policy):
                 loads.forget(target)
 
     def _plan(self, device: DeviceState, works: list[BatchWork], now_s: float) -> _Plan:
-        """Return the possible turns of a device for each of these models."""
         tuning = self._tuning
         switching = switching_of(device, works, tuning)
         # If copies are hidden by other turns, beginning another model costs little.
@@ -320,7 +318,6 @@ class GpupoolPolicy(Policy):
         return _Plan(works, switching, planned_turns)
 
     def _waited_s(self, device: DeviceState, work: BatchWork, now_s: float) -> float:
-        """Return the seconds since the last turn, or since the oldest request if later."""
         served_s = self._served_s.get((device.number, work.model.name), -math.inf)
         if work.requests[0].arrival_s <= served_s:
             return now_s - served_s

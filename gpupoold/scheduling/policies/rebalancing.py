@@ -86,7 +86,6 @@ class Rebalancer:
         loads: Loads,
         now_s: float,
     ) -> Iterable[tuple[Request, DeviceState]]:
-        """Yield answers to migrate off a device, longest remainder first, while it is full."""
         targets = {
             name: self._targets(batch.model, source, devices, loads)
             for name, batch in source.working.items()
@@ -142,7 +141,6 @@ class Rebalancer:
     def _target(
         self, request: Request, devices: list[DeviceState], loads: Loads
     ) -> DeviceState | None:
-        """Return the least loaded device with enough free load and memory."""
         limit = self._tuning.second_device_load
         fitting = [
             device

@@ -54,6 +54,7 @@ class ModelEvent(Enum):
 
 
 _M, _E = ModelPhase, ModelEvent
+_KNOWN = {*ModelPhase} - {_M.REMOVED, _M.PROPOSED}  # in the registry
 
 # While a model drains, changes of devices and failed loads are no events: the state after the
 # drain decides between FAIL, QUARANTINE and RESUME.
@@ -61,29 +62,14 @@ MODEL_TRANSITIONS: Mapping[tuple[ModelPhase, ModelEvent], ModelPhase] = {
     (_M.REMOVED, _E.PROPOSE): _M.PROPOSED,
     (_M.REMOVED, _E.REGISTER): _M.REGISTERED,  # read from the registry when the daemon starts
     (_M.PROPOSED, _E.REGISTER): _M.REGISTERED,
-    (_M.REGISTERED, _E.LOAD): _M.LOADING,
-    (_M.FAILED, _E.LOAD): _M.LOADING,
-    (_M.QUARANTINED, _E.LOAD): _M.LOADING,
+    **{(phase, _E.LOAD): _M.LOADING for phase in (_M.REGISTERED, _M.FAILED, _M.QUARANTINED)},
     (_M.LOADING, _E.OPEN): _M.READY,
     (_M.READY, _E.LOSE_DEVICES): _M.LOADING,
-    (_M.REGISTERED, _E.FAIL): _M.FAILED,
-    (_M.LOADING, _E.FAIL): _M.FAILED,
-    (_M.FAILED, _E.FAIL): _M.FAILED,
-    (_M.DRAINING, _E.FAIL): _M.FAILED,
-    (_M.QUARANTINED, _E.FAIL): _M.FAILED,  # a retry has failed
-    (_M.REGISTERED, _E.QUARANTINE): _M.QUARANTINED,
-    (_M.LOADING, _E.QUARANTINE): _M.QUARANTINED,
-    (_M.READY, _E.QUARANTINE): _M.QUARANTINED,
-    (_M.FAILED, _E.QUARANTINE): _M.QUARANTINED,
-    (_M.DRAINING, _E.QUARANTINE): _M.QUARANTINED,
-    (_M.QUARANTINED, _E.QUARANTINE): _M.QUARANTINED,
-    (_M.REGISTERED, _E.DRAIN): _M.DRAINING,
-    (_M.LOADING, _E.DRAIN): _M.DRAINING,
-    (_M.READY, _E.DRAIN): _M.DRAINING,
-    (_M.FAILED, _E.DRAIN): _M.DRAINING,
-    (_M.QUARANTINED, _E.DRAIN): _M.DRAINING,
+    **{(phase, _E.FAIL): _M.FAILED for phase in _KNOWN - {_M.READY}},
+    **{(phase, _E.QUARANTINE): _M.QUARANTINED for phase in _KNOWN},
+    **{(phase, _E.DRAIN): _M.DRAINING for phase in _KNOWN - {_M.DRAINING}},
     (_M.DRAINING, _E.RESUME): _M.LOADING,
-    **{(phase, _E.REMOVE): _M.REMOVED for phase in ModelPhase if phase is not _M.REMOVED},
+    **{(phase, _E.REMOVE): _M.REMOVED for phase in _KNOWN | {_M.PROPOSED}},
 }
 
 

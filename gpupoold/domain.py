@@ -19,10 +19,7 @@ DEFAULT_TBT_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """A model's targets: token ``i`` (from 0) is due at ``arrival + ttft_s + i * tbt_s``.
-
-    A late token does not move later deadlines.
-    """
+    """Token ``i`` (from 0) is due at ``arrival + ttft_s + i * tbt_s``, however late others are."""
 
     ttft_s: float = DEFAULT_TTFT_S
     tbt_s: float = DEFAULT_TBT_S

@@ -44,10 +44,7 @@ def build_app(control_plane: ControlPlane, exporter: Exporter) -> FastAPI:
 
 
 def add_operations(app: FastAPI, handlers: object) -> None:
-    """Add each operation's route, with the method of ``handlers`` that has the operation's name.
-
-    Raises TypeError unless operations and handlers have equal names and parameters.
-    """
+    """Add the operations' routes to equally named handlers; TypeError for other parameters."""
     found = {name for name in vars(type(handlers)) if not name.startswith("_")}
     if found != OPERATIONS.keys():
         raise TypeError(f"operations and handlers differ: {sorted(found ^ OPERATIONS.keys())}")
@@ -126,10 +123,7 @@ class Door:
 
 
 class PeerProtocol(BoundedHttp):
-    """A connection that puts the caller into the ``state`` of its requests.
-
-    A caller without a right is refused at once, and its connection closed after ``linger_s``.
-    """
+    """A connection with its caller in the ``state``; one without a right is refused at once."""
 
     linger_s = 1.0
     body_timeout_s = 60.0

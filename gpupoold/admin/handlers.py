@@ -516,10 +516,7 @@ class LogReader:
         return lines[len(lines) - num_lines :] if num_lines < len(lines) else lines
 
     def new_lines(self) -> list[str]:
-        """Return the complete lines written since the last call, of a truncated log all.
-
-        After a rotation the rest of the old file comes first.
-        """
+        """Return the complete lines since the last call, after a rotation the old file's first."""
         has_next = self._has_next()  # before the old file is read to its end
         offset = self._file.tell()
         if os.fstat(self._file.fileno()).st_size < offset:

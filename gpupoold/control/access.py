@@ -277,10 +277,7 @@ class KeyLeft(NamedTuple):
 
 
 class KeyRates:
-    """The buckets of all keys with limits by id, in the daemon: a limit holds over all frontends.
-
-    Pure: the caller gives instants of one monotonic clock.
-    """
+    """The buckets of all keys with limits by id, over all frontends, on one monotonic clock."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Bucket] = {}

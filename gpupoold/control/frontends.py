@@ -218,10 +218,7 @@ class Frontend(Supervised[m.FromFrontend]):
             self.send(m.Accept())
 
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> bool:
-        """Mount a model's API; return False if the process ended before: the next mounts all.
-
-        Raises NotMounted if no answer came in time; the process is replaced.
-        """
+        """Mount a model's API; False if the process ended before. Raises NotMounted in the end."""
         if not self.is_up:
             return False
         call_id = self._serving.next_id()

@@ -87,10 +87,7 @@ class Reloader:
         )
 
     def begin(self, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Reload after a signal, inside of ``around()``; errors are logged.
-
-        A signal during a reload starts another reload: the file may have changed meanwhile.
-        """
+        """Reload inside of ``around()``, again after a signal meanwhile; errors are logged."""
         self._is_asked = True
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._reload_while_asked(around), name="reload")
@@ -213,10 +210,7 @@ class WorkerOperations:
         self._dispatcher.set_role(self.worker(number).number, role)
 
     async def drain(self, number: int) -> None:
-        """Drain a worker: return when no requests are left; ``undrain`` ends the state.
-
-        The drain continues after TimedOut.
-        """
+        """Return when a worker has no requests left; after TimedOut the drain continues."""
         self._dispatcher.set_draining(self.worker(number).number, is_draining=True)
         limit_s = self._settings.limits.drain_timeout_s
         deadline_s = time.monotonic() + limit_s

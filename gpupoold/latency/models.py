@@ -177,10 +177,7 @@ class SwitchModel:
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """A model on a device: all times for the scheduler.
-
-    ``is_scaled``: the constants are of the nearest measured pair; ``source`` names the origin.
-    """
+    """All times of a model on a device; ``is_scaled``: by the constants of a measured neighbour."""
 
     prefill: PrefillLaw
     decode: LinearDecode
@@ -344,10 +341,7 @@ class StoredFit(FittedLaw):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The result of a profiling run; a phase without enough points has no fit, for a ``problem``.
-
-    ``duration_s`` is the device time of the run.
-    """
+    """The result of profiling for ``duration_s``; a phase without a fit has a ``problem``."""
 
     prefill: StoredFit | None
     decode: StoredFit | None

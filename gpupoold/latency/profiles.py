@@ -118,10 +118,7 @@ def _rank(
 
 
 def _same_dimensions(shape: ModelShape, other: ModelShape) -> bool:
-    """Return whether all dimensions are equal, except the number of parameters.
-
-    The vocabulary costs only one row of the last layer per sequence.
-    """
+    """Return whether all dimensions are equal, except the size of the vocabulary."""
     return all(
         getattr(shape, name) == getattr(other, name)
         for name in shape.__slots__

@@ -28,10 +28,7 @@ class LinkBandwidth:
 
 
 def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) -> LinkBandwidth:
-    """Copy ``num_bytes``, or as much as free pages allow, each way; return the best of three.
-
-    Pages and pinned host memory are allocated before, so only the link is measured.
-    """
+    """Copy ``num_bytes`` each way, as far as pages allow; return the best of three tries."""
     num_pages = max(1, min(pool.num_free, num_bytes // device.page_bytes))
     with scratch_memory(device, pool, num_pages * device.page_bytes) as scratch:
         whole_in = Copy(scratch.address, scratch.host_address, scratch.num_bytes)

@@ -125,10 +125,7 @@ class Device(ABC):
         self.spent = FillTime()
 
     def share_host(self, address: int, num_bytes: int, fd: int) -> None:  # noqa: B027
-        """Let the other ranks map and pin their parts of the memory behind ``fd``.
-
-        Part ``r`` begins at ``r * num_bytes``; the caller has mapped and pinned part 0.
-        """
+        """Let the other ranks map and pin their parts: part ``r`` begins at ``r * num_bytes``."""
 
     @abstractmethod
     def reserve(self, num_pages: int) -> int:
@@ -140,10 +137,7 @@ class Device(ABC):
 
     @abstractmethod
     def map(self, address: int, runs: list[PageRun]) -> None:
-        """Map the runs one after the other from ``address``; contents are undefined.
-
-        After an exception nothing is mapped.
-        """
+        """Map the runs in order from ``address``, all or nothing; contents are undefined."""
 
     def unmap(self, address: int, runs: list[PageRun]) -> None:
         """Undo a ``map`` of the same runs at ``address``; the range stays reserved."""
@@ -153,10 +147,7 @@ class Device(ABC):
     def unmap_each(
         self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
     ) -> None:
-        """Unmap several mappings; backends wait only once for users of the pages.
-
-        No kernel launched after ``last_use`` uses the pages; None means that any kernel may.
-        """
+        """Unmap several mappings, which no kernel launched after ``last_use``, if given, uses."""
 
     def open_fence(self) -> Fence:
         """Return a fence without a moment."""
@@ -164,10 +155,7 @@ class Device(ABC):
 
     @abstractmethod
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
-        """Map, then copy the same number of bytes from host address ``source`` (None: zeros).
-
-        After an exception nothing is mapped. Backends overlap mapping and copying where possible.
-        """
+        """Map, and copy from ``source`` (None: zeros), overlapped if possible; all or nothing."""
 
     @abstractmethod
     def zero(self, address: int, num_bytes: int) -> None:
@@ -204,10 +192,7 @@ class Device(ABC):
         """Return when all ranks have made the copies and mappings of the calls above."""
 
     def pin(self, address: int, num_bytes: int) -> None:  # noqa: B027
-        """Pin host memory for full-speed copies, as far as the driver permits.
-
-        Slow on a GPU (0.1 s per GB), so never called in a switch.
-        """
+        """Pin host memory for fast copies, if permitted: 0.1 s per GB, so never in a switch."""
 
     def pin_later(self, address: int, num_bytes: int) -> None:  # noqa: B027
         """Pin host memory in idle moments; return at once. Copies are slower until then."""
@@ -336,10 +321,7 @@ class AddressRange:
         return missing
 
     def bind(self, owner: WeightsId, first: int, num_pages: int) -> int:
-        """Map up to ``num_pages`` from page ``first`` on that ``unbind`` has left; return how many.
-
-        The contents are given up if the device cannot map.
-        """
+        """Map pages from ``first`` on that ``unbind`` left, else give these up; return how many."""
         runs = self._pool.bind(owner, first, num_pages)
         if not runs:
             return 0

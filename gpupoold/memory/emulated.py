@@ -40,10 +40,7 @@ _UNPIN_SHARE = 1 / 3
 
 
 def default_page_bytes(device_bytes: int) -> int:
-    """Return 64 KiB, more for large devices: a process may have only 65,530 mappings.
-
-    At worst each page takes two mappings, for the page and for the gap behind.
-    """
+    """Return 64 KiB, or more: a process has 65,530 mappings, of which a page may take two."""
     page_bytes = 64 << 10
     while device_bytes // page_bytes > _MAX_PAGES:
         page_bytes *= 2

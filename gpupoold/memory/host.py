@@ -172,10 +172,7 @@ class KvHostCache:
         return 0 if self.prefixes is None else self.prefixes.used_bytes
 
     def num_free_blocks(self, block_bytes: int) -> int:
-        """Estimate the number of blocks of ``block_bytes`` for one new slot.
-
-        Too high if evictions of prefixes with blocks of other sizes free no whole slabs.
-        """
+        """Return about how many blocks fit, too many where evictions would free no whole slabs."""
         free, prefixes = self.slabs.num_free_blocks(block_bytes), self.prefixes
         return free + (0 if prefixes is None else prefixes.evictable_bytes // block_bytes)
 
@@ -386,10 +383,7 @@ class PrefixTable:
         return found == version
 
     def added_since(self, num_seen: int) -> tuple[Sequence[int], int]:
-        """Return the numbers of records added after the first ``num_seen``, and their total.
-
-        May include further records, and records that were removed.
-        """
+        """Return at least the records added after the first ``num_seen``, and their total."""
         [total] = _WORD.unpack_from(self._map, self._skip + _NUM_ADDED_AT)
         if total - num_seen >= _NUM_LATEST:
             return [number for number, _ in self._versions()], total

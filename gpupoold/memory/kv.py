@@ -77,10 +77,7 @@ class KvMemory(KvExtents):
 
     @contextlib.contextmanager
     def with_reserved_blocks(self) -> Iterator[None]:
-        """Give the engine all held blocks during an operation that needs the whole pool.
-
-        No request may be scheduled meanwhile: most of the blocks have no pages.
-        """
+        """Give the engine all held blocks, mostly without pages; schedule no request meanwhile."""
         reserved = self._real_of(self.index.extents(Place.UNMAPPED))
         reserved += [block for group in self._groups() for block in group.held]
         self._engine().give(reserved)
@@ -117,10 +114,7 @@ class KvMemory(KvExtents):
         return num_done
 
     def begin_page_in(self, extents: Iterable[int], queue: TransferQueue) -> None:
-        """Start to restore the groups of extents, under the same block ids, until ``settle``.
-
-        Adjacent extents are mapped by one call. Raises OutOfPages; nothing was changed.
-        """
+        """Start to restore groups under the same block ids, until ``settle``; or OutOfPages."""
         groups = list(dict.fromkeys(self._offloaded[extent] for extent in extents))
         assert all(group.place is Place.HOST for group in groups)
         coming = sorted(extent for group in groups for extent in group.extents)

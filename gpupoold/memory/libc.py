@@ -116,10 +116,7 @@ def gets_huge_pages() -> bool:
 
 
 def move_pages(source: int, target: int, num_bytes: int) -> None:
-    """Move the page-table entries of a shared mapping to ``target``, replacing its mapping.
-
-    ``source`` stays a mapping of the same file, without pages; ``EINVAL`` before kernel 5.13.
-    """
+    """Move page-table entries; ``source`` stays a mapping. ``EINVAL`` before kernel 5.13."""
     flags = _MREMAP_MAYMOVE_FIXED_DONTUNMAP
     result: int | None = _libc().mremap(source, num_bytes, num_bytes, flags, target)
     if result != target:
@@ -170,10 +167,7 @@ def _policy_call(which: int, *arguments: object) -> None:
 
 
 def most_used_node(address: int, num_bytes: int) -> int:
-    """Return the NUMA node that has most of a sample of pages, which are allocated.
-
-    ``NO_NODE`` where the call is forbidden, as in many containers.
-    """
+    """Return the NUMA node with most of a sample of pages, ``NO_NODE`` where forbidden."""
     if (count := num_nodes()) < 2:
         return 0 if count else NO_NODE
     node, flags = ctypes.c_int(), ctypes.c_ulong(_MPOL_F_NODE_OF_ADDRESS)
@@ -211,19 +205,13 @@ def _error(call: str) -> OSError:
 def create_memfd(
     name: str, num_bytes: int, populate: Callable[[int, int], None] | None = None
 ) -> int:
-    """Return a descriptor of a new zeroed memfd with all pages, which children do not inherit.
-
-    For ``populate`` see :func:`~gpupoold.system.kernel_memory.create_sealed_memfd`.
-    """
+    """Return a descriptor of a new zeroed memfd with all pages, which children do not inherit."""
     check_available(name, num_bytes)
     return create_sealed_memfd(name, num_bytes, populate)
 
 
 def check_available(name: str, num_bytes: int) -> None:
-    """Raise OSError unless so much memory is available.
-
-    The kernel would allocate more pages too, until its OOM killer ends a process.
-    """
+    """Raise OSError unless so much memory is available: the OOM killer would come later."""
     free_bytes = available_bytes()
     if num_bytes > free_bytes:
         text = f"{name} needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} is available"

@@ -57,10 +57,7 @@ class HostDriver(Protocol):
 
 
 class IdleLock:
-    """A lock that workers with live requests share, and that is held alone to pin a piece.
-
-    All workers of a machine lock one file; without a file the lock is this process's.
-    """
+    """A lock that workers with live requests share, by a file if given; held alone to pin."""
 
     def __init__(self, path: Path | None = None) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC

@@ -260,10 +260,7 @@ class PrefixFiles:
 
 @dataclass(eq=False)
 class PrefixWriter:
-    """Writes the copies of a :class:`PrefixStore`, behind the requests; for one thread.
-
-    Copies are written in the order of their arrival, each once. ``cache`` has the store's bytes.
-    """
+    """Writes copies of a :class:`PrefixStore` once, in order of arrival, behind the requests."""
 
     store: PrefixStore
     cache: CacheBytes

@@ -169,10 +169,7 @@ class PrefixStore:
     def take_unwritten(
         self, max_bytes: int
     ) -> Iterator[tuple[str, Sequence[bytes], int, StoredBlocks]]:
-        """Yield lasting copies that were not yielded before, of up to ``max_bytes``.
-
-        Yields owner, keys, bytes of a block, and the blocks, which the caller frees.
-        """
+        """Yield owner, keys, block bytes and blocks, to be freed, of new lasting copies."""
         left_bytes = max_bytes
         for segment in [segment for segment in self._unwritten if segment.has_arrived]:
             left_bytes -= segment.slot.num_bytes

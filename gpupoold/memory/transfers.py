@@ -100,10 +100,7 @@ class Transfer:
                 self._ended.set()
 
     def stop(self) -> int:
-        """End the transfer early; return the bytes from the start on that have arrived.
-
-        No byte is written after the return. Never raises: bytes of a failed copy have not arrived.
-        """
+        """Write no further byte; return the bytes from the start on that arrived. Never raises."""
         self.cancel()
         self._ended.wait()
         return self.num_copied_bytes
@@ -363,10 +360,7 @@ class Arrival:
 
 
 class PeerCache:
-    """The host cache of another worker, mapped while any slot in the cache is in use.
-
-    The cache is pinned in idle moments, and first mapped for the other ranks of a group.
-    """
+    """Another worker's host cache, mapped and pinned, also by other ranks, while slots are used."""
 
     def __init__(self, fd: int, num_bytes: int, device: Device, thread: DeviceThread) -> None:
         """Map ``num_bytes`` of ``fd``, owned by this object from now on."""

@@ -172,10 +172,7 @@ class WeightMemory:
         return len(missing) * self._device.page_bytes
 
     def begin_load(self, queue: TransferQueue, num_pages: int) -> None:
-        """Start to load the next ``num_pages``, or the remaining pages if fewer.
-
-        Follows the loads in progress. Raises OutOfPages; nothing was started.
-        """
+        """Start to load the next pages after loads in progress; OutOfPages changes nothing."""
         self.settle()
         page_bytes = self._device.page_bytes
         first = self.num_mapped_pages

@@ -277,10 +277,7 @@ class PrefillOrder(NamedTuple):
 def prefill_order(
     queued: Collection[Request], prefill_s: float, speed: Speed, start_s: float, factor: float = 1.0
 ) -> PrefillOrder:
-    """Return the order of a model's queued requests, if the first prefill begins at ``start_s``.
-
-    ``prefill_s``: the sum of prefills; ``factor``: seconds to the end per second of prefill.
-    """
+    """Return the order of queued requests; ``factor``: seconds to the end per one of prefill."""
     if start_s + factor * prefill_s <= min(
         (request.next_deadline_s for request in queued), default=0.0
     ):
@@ -320,10 +317,7 @@ def is_alone(name: str, device: DeviceState) -> bool:
 
 
 def time_factor(working: Batch | None) -> float:
-    """Return the seconds until a prefill has ended, per second of prefill, of a model alone.
-
-    Answers of the batch are decoded between the prefills, at the pace of their target.
-    """
+    """Return the seconds per second of prefill, with decoding at the target's pace between."""
     num_running = len(working.requests) - working.num_waiting if working is not None else 0
     if working is None or not num_running:
         return 1.0
@@ -394,10 +388,7 @@ def _job(request: Request, deadline_s: float, speed: Speed, factor: float = 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A waiting prefill: its duration including the switch, and its deadline, in seconds.
-
-    A job is not late for the sake of jobs with a lower ``priority``.
-    """
+    """A waiting prefill in seconds with its switch, never late for the sake of lower priorities."""
 
     job_id: str
     duration_s: float

@@ -82,10 +82,7 @@ def costs_of(latency: LatencyModel) -> ModelCosts:
 
 @dataclass(frozen=True, slots=True)
 class ModelAdded:
-    """A model can have requests; a repeated event replaces the description.
-
-    A model that does not generate makes one result per prompt, which counts as a first token.
-    """
+    """A model can have requests; a pooling result counts as a first token. Replaces the former."""
 
     model: str
     targets: Targets

@@ -19,10 +19,7 @@ class Victim(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PageHolding:
-    """The pages of one model on the device.
-
-    ``idle_s``: since the last use. The host has memory for ``movable_kv_pages``, None for all live.
-    """
+    """The pages of one model; KV beyond ``movable_kv_pages``, if set, has no place on the host."""
 
     model: str
     num_live: int

@@ -310,10 +310,7 @@ def idle(device: HostingDevice) -> HostingDevice:
 def hostable_change(
     state: State, model: HostingModel, devices: Sequence[HostingDevice]
 ) -> Hostable | None:
-    """Return the devices that load the model's engine, or could become its home; None if as known.
-
-    ``devices`` are as if their requests had ended (``idle``).
-    """
+    """Return the devices with, or once idle able to load, the engine; None if as known."""
     known = state.models.get(model.name)
     if known is None:
         return None

@@ -126,11 +126,7 @@ class OutputLengthPredictor:
         return len(self._models)
 
     def predict(self, model: str, num_prompt_tokens: int) -> float:
-        """Return the expected output tokens.
-
-        While samples are few, a class's mean is shrunk towards the model's, and that to the
-        default.
-        """
+        """Return the expected output tokens, from the class's mean shrunk towards the model's."""
         length_class = prompt_class(num_prompt_tokens)
         history = self._models.get(model)
         if history is None:

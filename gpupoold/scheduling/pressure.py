@@ -44,10 +44,7 @@ class ModelDemand:
 
 @dataclass(frozen=True, slots=True)
 class HomeDevice:
-    """A possible home; ``demands`` by the names of the hosted models.
-
-    ``far_share`` of the bandwidth is left to copies of the models that are ``far``.
-    """
+    """A possible home; copies of models that are ``far`` get ``far_share`` of the bandwidth."""
 
     number: int
     capacity_bytes: int

@@ -268,10 +268,7 @@ def _largest_batch(
 def decoding_now(
     state: State, model: Model, capacity_bytes: int, kind: str = "", others_s: float = 0.0
 ) -> float:
-    """Return the devices of a kind that the present answers need.
-
-    Arrivals alone underestimate until long answers have ended: the first to end are short.
-    """
+    """Return the devices for the present answers; those that ended first are too short a sample."""
     num_answers, tokens = 0, 0
     for number in model.hosts:
         device = state.devices[number]
@@ -292,10 +289,7 @@ def demands_on(
     device: DeviceState,
     sharing: Collection[str] = (),
 ) -> list[Demand]:
-    """Return the demand of each known model for devices like ``device``.
-
-    The models in ``sharing`` decode in turns: each token waits until the weights of all are read.
-    """
+    """Return the models' demands for such a device; models in ``sharing`` decode in turns."""
     capacity_bytes, kind = device.up.capacity_bytes, device.up.kind
     bandwidth = device.bandwidth_bytes_per_s
     bases_s = {name: state.models[name].speed(kind).step_s(0, 0) for name in sharing}
@@ -346,10 +340,7 @@ def prefillers_load(token_rate: float, prefill: float, network: float = math.inf
 def decoders_load(
     rates_rps: Mapping[RequestClass, float], velocities: Mapping[RequestClass, float]
 ) -> float:
-    """Return the needed decode devices before rounding (equation 3).
-
-    The sum over classes of arriving tokens, prompt and output, over the class's decode velocity.
-    """
+    """Return the decode devices needed (equation 3): arriving tokens over drain rates, by class."""
     missing = [kind for kind in rates_rps if kind not in velocities]
     if missing:
         raise ValueError(f"no decode velocity for {missing[0]}; measure or estimate it first")

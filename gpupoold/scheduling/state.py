@@ -89,10 +89,7 @@ class Model:
     def kv_need_bytes(
         self, num_requests: int, prompt_tokens: int, context_tokens: int, answer_tokens: int
     ) -> float:
-        """Return the bytes of KV to reserve for requests with ``context_tokens`` in total.
-
-        Each needs memory for its expected answer, and for half of it beyond its present length.
-        """
+        """Return the KV to reserve: expected answers, and half of those beyond what exists."""
         tokens = max(prompt_tokens + answer_tokens, context_tokens + answer_tokens / 2)
         return (tokens + num_requests * _KV_BLOCK_TOKENS) * self.kv_bytes_per_token
 
@@ -476,10 +473,7 @@ class DeviceState:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """The whole state, changed by the core alone.
-
-    ``lengths`` predicts lengths of answers, ``cached`` cached tokens of prompts.
-    """
+    """The whole state, changed by the core alone; ``lengths`` and ``cached`` predict tokens."""
 
     models: dict[str, Model] = field(default_factory=dict)
     devices: dict[int, DeviceState] = field(default_factory=dict)

@@ -440,10 +440,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestExplanation:
-    """The place of a request, the rule that chose the device, and the time to the next token.
-
-    The time is None if unknown. ``num_before`` requests are ahead in the queue for KV memory.
-    """
+    """A request's place and rule, the time to the next token if known, and those ahead for KV."""
 
     standing: Standing
     device: int | None

@@ -167,10 +167,7 @@ class ThreadSlot:
 
 
 class ActivityPage:
-    """The slots of this process: of the step thread, of its steps and their report, of others.
-
-    Before :meth:`attach` the slots are in private memory.
-    """
+    """The slots of this process, private before :meth:`attach`."""
 
     def __init__(self) -> None:
         # Private, so that a process forked later has a separate page.
@@ -190,10 +187,7 @@ class ActivityPage:
     def beside(
         self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()
     ) -> Iterator[None]:
-        """Write a phase of a thread other than the step thread for the context.
-
-        Waits while all slots are taken. Grammars have separate slots: copies never wait for these.
-        """
+        """Write a phase of another thread; waits for a slot, of which grammars have their own."""
         free = self._free_of_grammars if phase is ThreadPhase.GRAMMAR else self._free
         slot = free.get()
         slot.set(phase, model, ids)
@@ -204,10 +198,7 @@ class ActivityPage:
             free.put(slot)
 
     def begin_scheduling(self, model: str) -> None:
-        """Write that any request of the model may come into a step, until ``begin_step``.
-
-        No effect during another phase of the step thread.
-        """
+        """Write, outside other phases, that any request of the model may come into a step."""
         if self.main.phase == ThreadPhase.IDLE:
             self.main.set(ThreadPhase.STEP, model, None)
 
@@ -218,10 +209,7 @@ class ActivityPage:
         self._end_scheduling()
 
     def begin_report(self, model: str, ids: Sequence[str]) -> None:
-        """Write that the results of a step are reported, until ``end_report``, in a separate slot.
-
-        The requests of successive steps are mostly the same. After an exception the slot stays.
-        """
+        """Write in a separate slot that results are reported, until ``end_report``."""
         self._report.set(ThreadPhase.STEP, model, ids)
 
     def end_report(self) -> None:

@@ -13,10 +13,7 @@ INTERRUPTED = 130  # exit status of a process that Ctrl-C has ended
 
 @contextlib.contextmanager
 def ended_by_interrupts() -> Iterator[None]:
-    """End the process at Ctrl-C without a traceback, while the context imports modules.
-
-    Without effect in other threads than the main thread, the only one with handlers of signals.
-    """
+    """End the process at Ctrl-C without a traceback while the main thread's context imports."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -31,19 +31,13 @@ _VERSION_2 = _Names("memory.max", "memory.current", ("inactive_file", "active_fi
 
 
 def memory_limit_bytes(pid: int | None = None, root: Path = Path("/")) -> int | None:
-    """Return the lowest limit of the process's control group and its ancestors, None without any.
-
-    ``root`` is the folder with ``proc`` and ``sys``. Groups outside of a container are unknown.
-    """
+    """Return the lowest limit of the process's groups, if any; ``root`` has ``proc``, ``sys``."""
     limits = [limit for _, _, limit in _limited_groups(pid, root)]
     return min(limits, default=None)
 
 
 def memory_room_bytes(root: Path = Path("/")) -> int | None:
-    """Return how much more memory this process may use before a group reaches its limit, if any.
-
-    The kernel drops cached files before a group exceeds its limit; shared memory counts as used.
-    """
+    """Return the bytes left until a group's limit, if any; cached files do not count as used."""
     rooms = []
     for folder, names, limit in _limited_groups(None, root):
         usage = read_text(folder / names.usage)

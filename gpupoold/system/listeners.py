@@ -45,10 +45,7 @@ def http_listener(server: ServerSettings, take: TakeSocket) -> Iterator[socket.s
 def admin_listener(
     runtime_dir: Path, groups: AdminGroups, take: TakeSocket
 ) -> Iterator[socket.socket]:
-    """Open the admin API's socket; remove the file at the end, unless systemd owns the socket.
-
-    Raises Refused if another daemon answers at the path.
-    """
+    """Open the admin socket, a file of ours or systemd's; Refused if another daemon answers."""
     given = take(ADMIN_SOCKET)
     if given is not None:
         with given:

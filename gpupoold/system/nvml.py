@@ -152,10 +152,7 @@ class GpuReadings:
         return self._readings.get(gpus[0], NO_READING) if gpus else NO_READING
 
     async def fault_of(self, number: int) -> str:
-        """Return the latest fault of a device's GPUs up to now, empty without one or an old one.
-
-        Wait at most 2 s for a reading that has begun after the call.
-        """
+        """Return a device's latest recent fault, by a reading begun after the call within 2 s."""
         now_s = self._clock()
         for _ in range(round(_MOST_WAIT_S / _POLL_S)):
             if not self._handles or self._read_at_s >= now_s:

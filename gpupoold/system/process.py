@@ -82,10 +82,7 @@ def show_as(module: str, arguments: Sequence[str]) -> None:
 
 
 def limit_use(cpu_s: float, memory_bytes: int) -> None:
-    """Limit this process to further CPU seconds and bytes of address space; it dumps no core.
-
-    The kernel ends the process with SIGXCPU beyond the time; allocations fail beyond the memory.
-    """
+    """Limit further CPU seconds, by SIGXCPU, and address space of this process; dump no core."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most_s = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s + 1))

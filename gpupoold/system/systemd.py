@@ -186,10 +186,7 @@ class Notifier:
 
 
 class FdStore:
-    """Descriptors that the service manager keeps while the daemon is down.
-
-    ``stored`` has the returned descriptors with names, which the constructor's caller owns.
-    """
+    """Descriptors that the service manager keeps; the caller owns the returned, in ``stored``."""
 
     def __init__(self, notifier: Notifier, stored: Sequence[NamedFd] = ()) -> None:
         self.stored = list(stored)

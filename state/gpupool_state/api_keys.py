@@ -19,10 +19,7 @@ _POWERS = tuple(field.name for field in fields(KeyPowers))
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRow(KeyFacts):
-    """A stored key with the hash of its secret, and until ``previous_until`` of the former.
-
-    The row of a revoked key stays, without hashes, so that the history can show the name.
-    """
+    """A key with hashes of its secret and the former; a revoked key's row stays without any."""
 
     digest: str
     previous_digest: str | None = None

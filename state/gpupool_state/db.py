@@ -240,10 +240,7 @@ class Source(ABC):
 
 
 class Database(Source):
-    """An open state database, returned by ``await Database.open(path)``.
-
-    Runs one write transaction at a time, in order of request.
-    """
+    """An open state database, which runs one write transaction at a time in order of request."""
 
     def __init__(self, path: Path, connection: aiosqlite.Connection) -> None:
         self.path = path

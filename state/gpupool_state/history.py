@@ -85,10 +85,7 @@ _NESTED: dict[str, tuple[str, type[Lateness | RequestStages]]] = {
 
 
 class HistoryTable(Generic[RowT]):
-    """A history table; ``columns`` are all columns except ``id``, with the places in a row.
-
-    With ``is_rewritten`` a row may be written again with other values.
-    """
+    """A table; ``columns`` but ``id`` with places in a row, which may be written again."""
 
     def __init__(self, name: str, row_type: type[RowT], *, is_rewritten: bool = False) -> None:
         self.name = name

@@ -24,10 +24,7 @@ class StateLock:
 
     @classmethod
     def acquire(cls, folder: Path) -> Self:
-        """Create ``folder`` if missing and lock it for this process.
-
-        Raises Refused with the pid of another process that has the lock.
-        """
+        """Create the folder if missing and lock it; Refused names the process that has the lock."""
         path = folder / LOCK_NAME
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -424,10 +424,7 @@ async def _insert_further(tx: Transaction, model: str, further: Preset | Adapter
 
 
 class KnownDivisions:
-    """The numbers of GPUs that cannot divide a model, with vLLM's reason, by version of vLLM.
-
-    The verdicts on a model end with the model, and with a change of its options.
-    """
+    """What vLLM said of groups that cannot divide a model with its options, by version."""
 
     def __init__(self, db: Database) -> None:
         self._db = db

@@ -47,10 +47,7 @@ class ModelMeter:
 
 @dataclass(slots=True)
 class DeviceMeter:
-    """A device's counters; turns are by model, and begin when the model can run.
-
-    Each change of the present model counts as one switch, also without transfers.
-    """
+    """A device's counters; each change of the present model counts as a switch."""
 
     turns: Counter[str] = field(default_factory=Counter)
     turn_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -79,10 +79,7 @@ _counts_of = attrgetter(*COUNT_NAMES)
 
 
 class ModelStats:
-    """One model's counts since the daemon started, by the minute for the last hour.
-
-    ``now`` has the counts of the present minute, to which all counts are added.
-    """
+    """One model's counts since the daemon's start, by minute; ``now`` is the present minute."""
 
     def __init__(self) -> None:
         self.now = Counts()
@@ -107,10 +104,7 @@ class ModelStats:
         *,
         has_result: bool = False,
     ) -> float:
-        """Count tokens of ``request`` sent at ``at_s``, and add the tokens to the request.
-
-        A pooling result counts as a token. Returns the seconds of lateness that the answer gained.
-        """
+        """Count tokens or a pooling result sent at ``at_s``; return the answer's new lateness."""
         num_tokens = len(token_ids) + has_result
         if not num_tokens:
             return 0.0

@@ -178,10 +178,7 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def alone(self, model: str, *, beside_steps: bool = False) -> AsyncIterator[None]:
-        """Change a model for a user: one change at a time, and no step meanwhile.
-
-        Steps and additions under way end before, unless the change may be made ``beside_steps``.
-        """
+        """Change a model for a user, after steps and additions unless ``beside_steps``."""
         async with self._locks[model]:
             while (work := self._work[model]) and not beside_steps:
                 await asyncio.wait(work)

@@ -439,10 +439,7 @@ class CircuitBreakers:
         self._known(model).convicted.clear()
 
     def open(self, model: str, reason: str, now_s: float, *, is_blocking: bool = True) -> str:
-        """Open the breaker for a time that grows with each call; return the reason.
-
-        If not ``is_blocking``, new workers may load the model nevertheless.
-        """
+        """Open the breaker, for longer each time; new workers may load unless ``is_blocking``."""
         breaker = self._of(model, now_s)
         breaker.wait_s = min(max(FIRST_WAIT_S, 2 * breaker.wait_s), MAX_WAIT_S)
         breaker.state, breaker.reason, breaker.is_blocking = _State.OPEN, reason, is_blocking

@@ -153,9 +153,7 @@ class Additions(ModelPart):
         return await self.find(spec.name)
 
     async def _verify(self, name: str) -> None:
-        """Raise Failed if the model's answers amid switches and migrations differ from undisturbed
-        ones.
-        """
+        """Raise Failed if answers amid switches and migrations differ from undisturbed ones."""
         number = min(self._fleet.hosts.engines()[name])
         worker = self._supervisor.workers[number]
         result = cast("dict[str, str]", await self._supervisor.call(worker, "verify", model=name))
@@ -215,9 +213,7 @@ class OngoingAdditions:
     async def detached(
         self, name: str, steps: AsyncIterator[Progress]
     ) -> AsyncGenerator[Progress, None]:
-        """Yield the steps up to the end of the checks, then ``detached``; a later failure is an
-        event.
-        """
+        """Yield the steps of the checks, then ``detached``; a later failure is an event."""
         followed = self.followed(name, steps)
         was_checked = False
         async for step in followed:
@@ -248,10 +244,7 @@ class OngoingAdditions:
 
 
 class Intake(ModelPart):
-    """A request to add a model, up to the spec of the model to load. Changes no state.
-
-    ``spec`` and ``weight_bytes``, device bytes by the files, are available after ``steps``.
-    """
+    """A request up to the spec and the weights' bytes, known after ``steps``; changes no state."""
 
     def __init__(
         self,

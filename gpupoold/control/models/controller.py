@@ -182,10 +182,7 @@ class ModelController(ModelPart):
         await self._wait(name, self._lanes[name].warm)
 
     async def settle(self, name: str) -> list[GpupoolError]:
-        """Return the failures until no step of the model is under way or due.
-
-        Workers that start for the first time are waited for.
-        """
+        """Return the failures when no step is left, also of workers in their first start."""
         supervisor = self._supervisor
         starting = [supervisor.wait_ready(supervisor.workers[n]) for n in self._starting()]
         with contextlib.suppress(TimeoutError):

@@ -83,10 +83,7 @@ def profiles_of_sibling(
 
 
 def have_equal_steps(one: ModelSpec, other: ModelSpec) -> bool:
-    """Return whether two models are fine-tunes of one model with equal settings.
-
-    The files ``config.json`` are then equal except for names and token ids.
-    """
+    """Return whether two models are fine-tunes with equal settings and equal dimensions."""
     if any(getattr(one, name) != getattr(other, name) for name in _OF_STEPS):
         return False
     try:
@@ -120,10 +117,7 @@ def profile_rows(
 
 
 def latency_on(profiles: Sequence[ProfileRow], device: str | None = None) -> StoredLatency | None:
-    """Return the stored latency of a model on a kind of device, None if not measured.
-
-    The default is the device measured last.
-    """
+    """Return the latency on a kind of device, by default the last measured; None if unknown."""
     if device is None and profiles:
         device = profiles[-1].device
     by_phase = {profile.phase: profile for profile in profiles if profile.device == device}

@@ -182,9 +182,7 @@ class EngineRoom(ModelPart):
         return not is_asked and name in self._fleet.hosts.engines_on(number)
 
     def why_none(self, row: ModelRow) -> GpupoolError:
-        """Return why no device can load the model: memory, with the arithmetic, service, or
-        division.
-        """
+        """Return why no device can load the model, with the arithmetic of memory."""
         if any(self.model(row).allows(device.number) for device in self.devices()):
             return self.refusal(row)
         self.divisions.require_one(row.spec)
@@ -261,9 +259,7 @@ class EngineRoom(ModelPart):
         return "" if snapshot is None else snapshot.digest
 
     async def _layout_of_sibling(self, row: ModelRow, worker: Worker) -> str:
-        """Return the layout of a fine-tune's engine on the worker, which compares layouts at the
-        load.
-        """
+        """Return the layout of a fine-tune's engine on the worker, which compares at the load."""
         engines = self._fleet.hosts.engines_on(worker.number)
         for other in await self._registry.list():
             if (engine := engines.get(other.spec.name)) is None or other.spec.name == row.spec.name:

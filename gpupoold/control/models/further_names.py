@@ -83,10 +83,7 @@ class Presets(ModelPart):
 
 
 def check_defaults(defaults: Mapping[str, Any]) -> None:
-    """Check names and sizes of a preset's defaults; vLLM's classes check the values further.
-
-    Raises UsageError, or Refused for a value that is no JSON.
-    """
+    """Check names and sizes of a preset's defaults, whose values vLLM's classes check later."""
     if len(defaults) > MAX_DEFAULTS:
         raise UsageError(f"a preset has more than {MAX_DEFAULTS} defaults", "set fewer fields")
     for name in defaults:
@@ -116,10 +113,7 @@ def check_defaults(defaults: Mapping[str, Any]) -> None:
 
 
 class ModelAdapters(ModelPart):
-    """Adds adapters to models and removes adapters; the bases serve meanwhile.
-
-    ``set_model`` changes options of a model's engine, see :meth:`ModelLifecycle.set`.
-    """
+    """Adds adapters to models and removes adapters; the bases serve meanwhile."""
 
     def __init__(
         self,

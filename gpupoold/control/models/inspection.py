@@ -225,9 +225,7 @@ class Divisions:
         return frozenset(number for number in numbers if self.why_not(spec, number))
 
     def require_one(self, spec: ModelSpec) -> None:
-        """Raise Refused if no device can divide a model, or a device that was chosen by hand
-        cannot.
-        """
+        """Raise Refused if no device, or not each chosen by hand, can divide a model."""
         lacking = self.lacking(spec)
         numbers = spec.devices or range(len(self._degrees))
         if spec.devices and lacking.intersection(numbers):

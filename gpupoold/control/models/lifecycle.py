@@ -53,10 +53,7 @@ def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]
 
 
 class ModelLifecycle(ModelPart, RequestListener):
-    """A user's operations on models, by name or alias, while serving continues.
-
-    The dispatcher reports what models need for their requests.
-    """
+    """A user's operations on models, by name or alias, while serving continues."""
 
     def __init__(
         self,

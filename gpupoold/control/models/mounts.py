@@ -44,10 +44,7 @@ class ModelMounts(ModelPart):
             self._fleet.wake()
 
     async def publish(self) -> None:
-        """Send the models and states to the frontends, unless they are as sent before.
-
-        The controller publishes after each change; a user's change waits for the new list.
-        """
+        """Send the models and states to the frontends, unless they are as sent before."""
         async with self._publishing:  # a list read before a change must not be sent after it
             rows = await self._registry.list()
             now = m.ModelList([self._served(row) for row in rows], self._supervisor.any_in_service)

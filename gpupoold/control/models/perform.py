@@ -51,10 +51,7 @@ _UNKNOWN = Death("an earlier crash without a clear cause", is_at_fault=True)
 
 
 class Performer(ModelPart):
-    """Carries out one step at a time for each device of a model, and unloads models.
-
-    A loaded model accepts requests on the device.
-    """
+    """Carries out one step at a time for each device of a model, and unloads models."""
 
     def __init__(
         self, parts: ControlParts, snapshots: ModelSnapshots, mounts: ModelMounts, room: EngineRoom
@@ -173,10 +170,7 @@ class Performer(ModelPart):
         self._dispatcher.host(targets, loaded.model, costs, worker)
 
     async def _profiling_budget_s(self, name: str, worker: Worker) -> float:
-        """Return the time for profiling: models are profiled once per kind of device.
-
-        A fine-tune takes the profile of another fine-tune.
-        """
+        """Return the time for profiling; another fine-tune's profile suffices."""
         row, ready = await self._registry.get(name), worker.ready
         if row is None or ready is None or is_profiled(row, ready):
             return 0.0
@@ -247,9 +241,7 @@ class Performer(ModelPart):
             _logger.error("%s", error)
 
     async def _reload(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """Replace the model's engine on a worker, using the snapshot, which the caller holds, if
-        present.
-        """
+        """Replace the model's engine by way of the snapshot, if any, which the caller holds."""
         try:
             await self._supervisor.unload(worker, spec.name)
             await self._build(spec, worker, expected_bytes, HostingReason.NEEDED)
@@ -298,9 +290,7 @@ class Performer(ModelPart):
         _logger.info("%s is warm after %.2f s", model, time.monotonic() - began_s)
 
     async def _bring(self, row: ModelRow, degree: int) -> None:
-        """Attach the snapshot of a degree to all workers with the model; CacheFull leaves all as
-        is.
-        """
+        """Attach a degree's snapshot to all workers with the model, on CacheFull to none."""
         model, size = row.spec.name, row.weight_bytes
         workers = self._workers_of(model, degree)
         if not workers:
@@ -321,10 +311,7 @@ class Performer(ModelPart):
                 self._dispatcher.wake(model, worker.number)
 
     async def _renew(self, row: ModelRow) -> None:
-        """Make the model's snapshots again and attach the new ones to all workers not at rest.
-
-        The saved snapshots may be damaged too.
-        """
+        """Replace the model's snapshots, the saved ones too, on all workers not at rest."""
         model = row.spec.name
         await self._snapshots.renew(model)
         resting = self._fleet.snapshots.resting(model)
@@ -384,10 +371,7 @@ class Performer(ModelPart):
                 self._dispatcher.go_elsewhere(requests, worker)
 
     async def _evict(self, name: str, worker: Worker) -> None:
-        """Unload an engine for another model; a request of a model without a device loads.
-
-        Requests that the engine has wait for their turn.
-        """
+        """Unload an engine for another model; requests of the engine wait for their turn."""
         if not self._room.may_leave(name, worker.number):
             return  # a request has come, or the claim is over
         claim = self._room.claims[worker.number]
@@ -443,10 +427,7 @@ def _closing(fd: int | None) -> Iterator[contextlib.ExitStack]:
 
 
 class Failures(ModelPart):
-    """Records failures of models and crashes of workers, and the times of the next tries.
-
-    The controller takes a model with an open circuit breaker, in quarantine, off the workers.
-    """
+    """Records failures of models and crashes of workers, and the times of the next tries."""
 
     def __init__(self, parts: ControlParts) -> None:
         super().__init__(parts)

@@ -260,9 +260,7 @@ class ModelSnapshots(ModelPart):
             self._history.record_event("info", "device_rests", model, text)
 
     def _take_out(self, of: SnapshotId) -> Awaitable[None]:
-        """Let the devices of an evicted snapshot rest if others can serve; return the release by
-        all workers.
-        """
+        """Let devices rest if others can serve; return the release by all workers."""
         others = [snapshot for snapshot in self._fleet.needed_snapshots(of.model) if snapshot != of]
         if any(self._cache.get(other) is not None for other in others):
             numbers = self._fleet.devices_with_snapshot(of.model)
@@ -312,10 +310,7 @@ async def rows_in_start_order(
     cache: SnapshotCache,
     num_snapshots: Callable[[ModelRow], int] = lambda _: 1,
 ) -> list[ModelRow]:
-    """Return all models, ordered to fill the cache with pinned, then recently used snapshots.
-
-    Also records pins and earlier uses in the cache. ``num_snapshots`` is a model's by degrees.
-    """
+    """Return the models, pinned and recently used first, and record pins and uses in the cache."""
     rows = {str(row.spec.name): row for row in await registry.list()}
     cache.pinned = {name for name, row in rows.items() if row.is_pinned}
     await _recall_use(rows, history, cache)

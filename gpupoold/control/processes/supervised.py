@@ -244,10 +244,7 @@ class Backoff:
 async def keep_running(
     name: str, run_once: Callable[[], Awaitable[bool]], backoff: Backoff, timing: Timing
 ) -> None:
-    """Call ``run_once`` repeatedly, with the waits of ``backoff``; never returns.
-
-    ``run_once`` returns after the process's end whether the end is excused.
-    """
+    """Call ``run_once``, which returns whether the end is excused, again and again, with waits."""
     while True:
         started_s = timing.clock()
         is_excused = False
@@ -344,10 +341,7 @@ class Watchdog:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a worker; ``is_at_fault`` if the worker was not ended from outside.
-
-    If ``is_of_device``, the hardware failed: no request or model is a candidate for the cause.
-    """
+    """The end of a worker, at fault unless ended from outside, or due to the device's hardware."""
 
     reason: str
     is_at_fault: bool
@@ -444,10 +438,7 @@ def _requests_of(activity: Activity, model_of: Mapping[str, str]) -> list[str]:
 
 
 class OomKills:
-    """The kernel's count of out-of-memory kills, including cgroup limits, sampled over time.
-
-    The count names no process: a process killed for another reason just then is misattributed.
-    """
+    """The kernel's count of out-of-memory kills over time; the count names no process."""
 
     def __init__(self, now_s: float, path: Path = VMSTAT) -> None:
         self._path = path

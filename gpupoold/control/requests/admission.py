@@ -86,10 +86,7 @@ class Overload:
     def admission(
         self, message: m.AddRequest, now_s: float, *, is_routed: bool, is_warm: bool
     ) -> m.AdmissionAnswer:
-        """Decide on a request; count a refusal.
-
-        ``is_routed``: a worker has the model; ``is_warm``: the worker needs no snapshot first.
-        """
+        """Decide on a request, whose model ``is_warm`` if no snapshot is needed first."""
         name = message.counted_name
         if not is_routed:
             self._on_refused(name, "not_served")
@@ -105,10 +102,7 @@ class Overload:
         return _refusal(message, HTTPStatus.TOO_MANY_REQUESTS, text, retry_after_s)
 
     def too_late(self, now_s: float) -> list[LiveRequest]:
-        """Return requests without a worker at the deadline of the first token, and count each.
-
-        There are none to drop unless ``[limits] drop_late`` is set.
-        """
+        """Return, and count, requests late without a worker if ``[limits] drop_late`` is set."""
         if not self.limits.drop_late:
             return []
         late = [

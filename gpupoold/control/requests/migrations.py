@@ -104,10 +104,7 @@ def is_leaving(request: LiveRequest) -> bool:
 
 
 class KvPeers:
-    """Introduces workers to the host memory of other workers, and releases KV after a read.
-
-    ``transfers`` has the source and target of readable KV, which may outlive the request.
-    """
+    """Introduces workers to each other's host memory; ``transfers`` may outlive the request."""
 
     def __init__(self, workers: Mapping[int, Worker]) -> None:
         self._workers = workers

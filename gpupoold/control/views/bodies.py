@@ -278,10 +278,7 @@ def usage_info(
 async def fleet_models(
     rows: Iterable[ModelRow], dispatcher: Dispatcher, fleet: Fleet
 ) -> list[FleetModel]:
-    """Return the models of this node, with the waits and the work of their requests.
-
-    Other work of the event loop comes between two models: the fleet asks twice a second.
-    """
+    """Return this node's models with waits and work; other work comes between two models."""
     state, now_s = dispatcher.state, time.monotonic()
     rates_rps = state.arrivals.lasting.rates_rps(now_s)
     found = []

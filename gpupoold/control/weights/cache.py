@@ -143,10 +143,7 @@ class SnapshotCache:
     def put(
         self, of: SnapshotId, fd: int, digest: str, self_check: tuple[int, ...] = ()
     ) -> CachedSnapshot:
-        """Add the snapshot behind ``fd``, which the cache then owns, and drop the reservation.
-
-        An identical present snapshot is kept instead.
-        """
+        """Add ``fd`` for good, unless an identical snapshot is present; drop the reservation."""
         self.release(of)
         old = self._snapshots.get(of)
         num_bytes = os.fstat(fd).st_size
@@ -254,10 +251,7 @@ class Candidate(Generic[K]):
 
 
 def choose_victims(candidates: Sequence[Candidate[K]], short_bytes: int) -> list[K] | None:
-    """Return the snapshots to evict for ``short_bytes``, None if too few are idle and unpinned.
-
-    Least recently used snapshots go first, but none without which the others suffice.
-    """
+    """Return idle snapshots to evict, least recently used first; None if too few."""
     idle = [each for each in candidates if not (each.is_pinned or each.is_busy)]
     chosen: list[Candidate[K]] = []
     freed_bytes = 0

@@ -200,10 +200,7 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
 
 
 def kv_identity(model: ModelToLoad, snapshot_key: str | None) -> str:
-    """Return a digest of all that decides on a model's KV, empty without the snapshot's key.
-
-    The key has the options with which the snapshot was made; the present options may be others.
-    """
+    """Return a digest of all that decides on a model's KV, empty without the snapshot's key."""
     if snapshot_key is None:
         return ""
     return blake3(msgspec.json.encode((snapshot_key, _decisive(model)))).hexdigest()
@@ -311,10 +308,7 @@ class _Unfit(Exception):
 
 
 class StoredSnapshots:
-    """Stores the cache's snapshots in the service manager, if any, and restores them at the start.
-
-    Returned descriptors that are no valid snapshot are closed at once.
-    """
+    """Keeps the cache's snapshots in the service manager, if any, and restores valid ones."""
 
     def __init__(self, store: FdStore, keys: SnapshotKeys) -> None:
         self._store = store

@@ -341,10 +341,7 @@ def arguments_of(settings: Settings, number: int, spare_bytes: int = 0) -> list[
 
 
 def engine_environment(settings: Settings) -> dict[str, str]:
-    """Return variables for the number of threads, and on emulated devices for copies in memory.
-
-    The C library then copies pieces of some MiB past the processor's caches, 1.5 times as fast.
-    """
+    """Return variables for threads, and for copies past the caches on emulated devices."""
     threads = os.environ.get("OMP_NUM_THREADS", str(compute_threads(settings)))
     found = {"OMP_NUM_THREADS": threads}
     if any(device.kind == "emulated" for device in settings.devices):

@@ -130,10 +130,7 @@ class WorkerSupervisor:
         return up or self.workers
 
     async def device_sizes(self, *, of_all: bool = False) -> list[int]:
-        """Return the bytes of the devices whose workers are ready, waiting for one or ``of_all``.
-
-        Raises Unavailable if no worker came up in time.
-        """
+        """Return the bytes of ready devices, waiting for one or ``of_all``, else Unavailable."""
         if of_all or not self.any_ready:
             waits = [asyncio.create_task(self.wait_ready(worker)) for worker in self.workers]
             try:
@@ -196,10 +193,7 @@ class WorkerSupervisor:
             worker.send(m.ForgetPrefixes(model))
 
     async def unload(self, worker: Worker, name: str, *, keeps_engine: bool = False) -> None:
-        """Drop a model from a worker; return when the memory is free.
-
-        With ``keeps_engine`` the worker keeps the engine for the next load.
-        """
+        """Drop a model, not its engine if ``keeps_engine``; return when the memory is free."""
         await worker.unloading.settled(name)
         host = self._hosts.of(name, worker.number)
         if not host.is_ordered:
@@ -244,10 +238,7 @@ class WorkerSupervisor:
     async def call(
         self, worker: Worker, method: str, /, *, limit_s: float | None = None, **arguments: object
     ) -> object:
-        """Run a named operation on a worker between two steps.
-
-        ``limit_s`` None means the load timeout, because a load may have to finish before.
-        """
+        """Run an operation between two steps, by default within the time of a load."""
         if not worker.is_ready:
             raise Unavailable(f"worker {worker.number} is {worker.state}")
         call_id = worker.calls.next_id()

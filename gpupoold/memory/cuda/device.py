@@ -141,10 +141,7 @@ class CudaDevice(Device):
     def unmap_each(
         self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
     ) -> None:
-        """Unmap after waiting for the pages' users; mappings of a paused model later.
-
-        A wait for the running model's step would end its overlap.
-        """
+        """Unmap, of a paused model later: a wait for the running step would end its overlap."""
         if last_use is None:
             self._wait_for_compute()
         else:

@@ -113,10 +113,7 @@ class CudaDriver:
         self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(_STREAM_ORDER)
 
     def bind_thread(self) -> None:
-        """Make the context current in the calling thread, which must not capture graphs.
-
-        The thread's calls then do not break a capture by another thread.
-        """
+        """Make the context current in the calling thread, which must capture no graphs."""
         self._call("cuCtxSetCurrent", self._context)
         mode = self._driver.CUstreamCaptureMode(_OWN_CAPTURES)
         self._call("cuThreadExchangeStreamCaptureMode", mode)

@@ -46,10 +46,7 @@ def _on_all_ranks(method: _Method) -> _Method:
 
 
 class GroupDevice(Device):
-    """The leader's own device ``own``, and the followers' devices by orders.
-
-    An address outside of all regions is the leader's alone.
-    """
+    """The leader's device ``own``, for addresses outside all regions too, and the followers'."""
 
     def __init__(
         self,
@@ -246,10 +243,7 @@ PlacedCopy = tuple[RegionPlace, RegionPlace, int]  # target, source and bytes
 
 
 class LeaderRegions:
-    """The regions by the leader's addresses, for all threads.
-
-    Readers see a consistent list without a lock, because a change replaces the list.
-    """
+    """The regions by the leader's addresses; a change replaces the list, for any thread's reads."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -311,10 +305,7 @@ class RankFence(NamedTuple):
 
 
 class Fences:
-    """Fences of all copy streams of a rank by the group's number, the latest 4096.
-
-    A fence applies to all copy streams of a direction, so that streams share this object.
-    """
+    """The latest 4096 fences by the group's number; a fence applies to all copy streams."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

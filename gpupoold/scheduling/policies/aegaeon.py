@@ -239,10 +239,7 @@ class AegaeonPolicy(Policy):
         return [*roles, *((device, Role.DECODE) for device in decoding)]
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        """Return the first group with its prefill time, or the next batch of the decode round.
-
-        The role does not matter: a device whose role has changed finishes its work.
-        """
+        """Return the first group or the next batch of the round, also after a change of role."""
         group = self._prefill.front(device)
         if group is None:
             choice = self._decode.next_turn(device)

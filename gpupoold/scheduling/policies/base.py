@@ -123,10 +123,7 @@ class Policy(ABC):
 
 
 def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[DeviceState]]]:
-    """Yield the first request of each queue for KV memory, with its hosts without a queue.
-
-    If the caller moves the request at once, the next request of the queue follows.
-    """
+    """Yield the first request of each queue for KV, then the next once it has moved, with hosts."""
     without_line = [device for device in state.devices.values() if not device.waiting_for_kv]
     if len(without_line) in (0, len(state.devices)):
         return

@@ -253,10 +253,7 @@ def prefill_in_s(request: Request, device: DeviceState) -> float:
 
 
 def converted_in_s(request: Request, device: DeviceState) -> float:
-    """Return the seconds until a decode device has the first token, prefilling in chunks.
-
-    Infinite if the answers leave no time, or the memory no space (equation 6).
-    """
+    """Return the seconds to a first token in chunks, infinite without time or memory (eq. 6)."""
     model = request.model
     batch = device.batches[model.name]
     velocity = convertible_velocity(batch, request.context_tokens)

@@ -172,10 +172,7 @@ def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> BatchW
 
 
 def load_of(device: DeviceState) -> float:
-    """Return a device's load: the needed share of time, plus the weighted share of memory.
-
-    The time keeps all requests on target, prompts included; the memory holds the KV.
-    """
+    """Return the share of time that keeps all on target, plus the weighted share of memory."""
     load = 0.0
     kv_bytes = 0
     for batch in device.working.values():
@@ -273,10 +270,7 @@ def plan_turn(
     *,
     prefills_only: bool = False,
 ) -> PlannedTurn:
-    """Plan a turn for this work now; ``switch_s`` is the time to make its model resident.
-
-    With ``prefills_only``, and for a pooling model, the turn ends with the first tokens.
-    """
+    """Plan a turn now after ``switch_s``; ``prefills_only`` or pooling ends with first tokens."""
     targets, step_s, prefill_s = work.model.targets, work.step_s, work.prefill_s
     window_s, tbt_s = tuning.lead_share * targets.ttft_s, targets.tbt_s
     expired_at_s = now_s - tuning.expired_share * targets.ttft_s

@@ -168,10 +168,7 @@ class HomePlanner:
         self._homes: dict[str, int] = {}
 
     def changes(self, state: State, now_s: float) -> dict[str, PlannedHome | None]:
-        """Return the homes that have changed, if it is time to plan again.
-
-        Models without arrivals have no home; neither have any if roles are split.
-        """
+        """Return changed homes if planning is due; none without arrivals, or if roles are split."""
         if now_s < self._next_s:
             return {}
         self._next_s = now_s + _PERIOD_S

@@ -152,12 +152,7 @@ class Frontends:
                         await self._timing.sleep(_LOOK_S)
 
     def _ensure_open(self) -> None:
-        """Ensure that some frontend accepts connections.
-
-        A frontend accepts when every model is mounted: before, a request would get 503 where
-        another frontend answers. Without another, 503 with ``Retry-After`` is better than no
-        answer.
-        """
+        """Accept somewhere at least, even with models not mounted: 503 is better than no answer."""
         if not any(frontend.accepts for frontend in self._all):
             for frontend in self._all:
                 frontend.accept()

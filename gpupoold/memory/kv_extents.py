@@ -182,10 +182,7 @@ def in_whole_extents(kv_bytes: int, page_bytes: int, strides: Collection[int]) -
 
 
 def _num_aligned(page_bytes: int, strides: Collection[int]) -> int | None:
-    """Return the fewest blocks that fill whole pages in every row, None if too many.
-
-    Any number is accepted if the blocks take one page of each row, the least possible.
-    """
+    """Return the fewest blocks that fill whole pages in every row, None if too many."""
     aligned = math.lcm(*(page_bytes // math.gcd(stride, page_bytes) for stride in strides))
     is_one_page = aligned * max(strides, default=0) <= page_bytes
     return aligned if is_one_page or aligned <= _MAX_ALIGNED_BLOCKS_PER_EXTENT else None

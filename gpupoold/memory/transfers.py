@@ -140,10 +140,7 @@ class Transfer:
 
 
 class _Batches:
-    """Batches on one copy stream, at most two under way, for one thread.
-
-    A transfer ends when its last batch has arrived, also after an error or a stop.
-    """
+    """Batches on one copy stream for one thread, at most two under way, always waited for."""
 
     def __init__(self, copy_stream: CopyStream) -> None:
         self._copy_stream = copy_stream

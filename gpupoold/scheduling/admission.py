@@ -124,10 +124,7 @@ def _put_back(device: DeviceState, requests: Sequence[Request]) -> None:
 
 
 def _first(device: DeviceState, name: str, now_s: float) -> tuple[Request, bool]:
-    """Return the request of a model's queue that gets memory first, and whether it is late.
-
-    A starving request is first, and counts as on time, unless another has memory already.
-    """
+    """Return the first request of a queue, starving ones foremost, and whether it is late."""
     line, queued = device.waiting_for_kv[name].requests, device.queued.get(name)
     oldest = next(iter(line.values()))
     if _is_starving(oldest, now_s):

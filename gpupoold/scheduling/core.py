@@ -276,11 +276,7 @@ class Core:
                     self._migrate_batch_out(batch, now_s)
 
     def _migrate_batch_out(self, batch: Batch, now_s: float) -> None:
-        """Migrate the answers of a model away.
-
-        After an answer that had to stay, later answers that need as much KV memory stay too, so
-        that full devices are not asked for each of many answers.
-        """
+        """Migrate a model's answers; after one that had to stay, those as large stay untried."""
         stayed_bytes, stayed_s = math.inf, math.inf
         for request in list(batch.requests.values()):
             need_bytes = request.kv_need_bytes

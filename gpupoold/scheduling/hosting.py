@@ -359,11 +359,7 @@ def _usefulness(engine: HostedEngine) -> tuple[bool, bool, float]:
 
 
 def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[HostingDevice]:
-    """Return the devices: first those with an engine to take over, then the planned home, then
-    those without evictions and with little work.
-
-    Among devices without work, those with few models that have no other device come first.
-    """
+    """Sort devices: an engine to take over, the planned home, no evictions, little work."""
 
     def cost(device: HostingDevice) -> tuple[bool, bool, bool, bool, int, int, int, int]:
         evicted = victims(model, device, HostingReason.NEEDED) or []

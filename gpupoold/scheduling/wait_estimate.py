@@ -213,10 +213,7 @@ def _start_and_pace(
 
 
 def _pace_s(device: DeviceState, model: Model) -> float:
-    """Return the seconds between two tokens of an answer at the device's present load.
-
-    Planned turns give every batch the same lead, so time is shared by the needs of each batch.
-    """
+    """Return the seconds per token now: planned turns share time by the needs of batches."""
     load = sum(_refilled_load(batch) for batch in device.working.values())
     new = [batch.model for name, batch in device.queued.items() if name not in device.working]
     load += sum(own_load(model, device) for model in new)
@@ -298,10 +295,7 @@ def _after_others(
 
 
 def _prefills_s(device: DeviceState, request: Request, mine: BatchWork, start_s: float) -> float:
-    """Return the seconds of its model's prefills up to the request's own, from ``start_s``.
-
-    The order is the policy's. A request with tokens waits for all prefills that are not deferred.
-    """
+    """Return the seconds from ``start_s`` of the prefills before and of the request's own."""
     working, speed = device.working.get(mine.model.name), mine.speed
     sent_s = working.prefill_s() if working else 0.0
     if request.phase is RequestPhase.SENT:

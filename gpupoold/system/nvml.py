@@ -275,11 +275,7 @@ class GpuReadings:
 
 
 class _FaultWatch:
-    """Faults of a GPU's hardware from now on: Xids, and rows of memory that are remapped.
-
-    NVML reports an Xid to every process that has registered. Virtual GPUs, WSL and old drivers may
-    report no Xids, and GPUs before Ampere remap no rows.
-    """
+    """Faults from now on: Xids and remapped rows, which some GPUs and drivers do not report."""
 
     def __init__(self, handle: Any, nvml: Any) -> None:
         self._handle = handle

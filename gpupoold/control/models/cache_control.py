@@ -208,10 +208,7 @@ class CacheControl(ModelPart):
         )
 
     def _snapshots(self, model: str, saved_bytes: dict[SnapshotId, int]) -> list[SnapshotId]:
-        """Return the snapshots that the model's devices need, and others in host memory.
-
-        A model on no device has the saved snapshots, or one for a single GPU.
-        """
+        """Return the snapshots that the model's devices need, and others in host memory."""
         present = {*self._fleet.needed_snapshots(model), *self._cache.of_model(model)}
         saved = (of for of in saved_bytes if of.model == model)
         return sorted(present) or sorted(saved) or [SnapshotId(model)]

@@ -156,10 +156,7 @@ def _chat_of(spec: ModelSpec) -> object:
 
 
 async def _end_beyond(child: Child[m.Inspected], num_bytes: int) -> None:
-    """Kill a child when it has this much more memory than at first; return afterwards.
-
-    Other limits do not fit: a GPU's libraries reserve more address space than a machine has memory.
-    """
+    """Kill a child with this much more memory: address space is no measure beside a GPU."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(child.pid)
         first_bytes = process.memory_info().rss

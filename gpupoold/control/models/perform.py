@@ -102,10 +102,7 @@ class Performer(ModelPart):
             self._fleet.remove(name)
 
     async def _load(self, row: ModelRow, step: ModelStep, expected_bytes: int) -> None:
-        """Load on one worker, unless the worker has the model.
-
-        A new snapshot takes about ``expected_bytes``, for which other snapshots are evicted.
-        """
+        """Load on one worker without the model; a new snapshot takes ``expected_bytes`` or so."""
         name, worker = row.spec.name, self._supervisor.workers[step.number]
         was_cached = self._snapshots.has_any(name)
         was_evicted = self._fleet.availability(name).is_evicted

@@ -408,11 +408,7 @@ def _no_device(
     load_timeout_s: float,
     now_s: float,
 ) -> Decision:
-    """Return the wait of a model without a device, or the end of the wait.
-
-    An addition waits only for a worker that starts, and a trial or a user for memory of the host
-    too. A model that nobody asks for waits without a limit for memory of engines, or for a device.
-    """
+    """Return the wait of a model without a device, or the end of the wait."""
     since_s, degree = _since_s(model, now_s), next(iter(without_memory), 0)
     cause = Cause.RETRY if plan.loads else Cause.ENGINES if plan.has_devices else Cause.SERVICE
     cause = Cause.MEMORY if degree else cause

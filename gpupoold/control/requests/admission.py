@@ -193,10 +193,7 @@ class Overload:
     def _late(
         self, message: m.AddRequest, now_s: float, *, is_warm: bool
     ) -> tuple[RefusalReason, str, float] | None:
-        """Return the reason to expect a late first token, and the seconds before a retry.
-
-        A request of a cold model may still be dropped later. A background request has a day.
-        """
+        """Return the reason to expect a late first token, and the seconds before a retry."""
         if not self.limits.drop_late or not is_warm or message.is_background:
             return None
         model = self._state.models[message.model]

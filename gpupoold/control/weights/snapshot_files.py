@@ -187,10 +187,7 @@ def _check_disk_space(path: Path, num_bytes: int) -> None:
 def _write_draft(
     draft: Path, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]
 ) -> None:
-    """Write the data, then the header: before, the file has no magic.
-
-    Raises OSError, or ValueError for an empty snapshot or a self-check too long for the header.
-    """
+    """Write the data, then the header with the magic. Raises OSError or ValueError."""
     digests = []
     with (
         open(draft, "xb", buffering=0, opener=_private) as file,

@@ -171,10 +171,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         return replace(death, reason=f"{death.reason}; {fault}", is_of_device=True)
 
     def _spare_more(self) -> bool:
-        """Leave more of each GPU free from the next start on; return False at the limit.
-
-        Other programs or the steps need more: with the same pages the next process would end too.
-        """
+        """Leave more of each GPU free from the next start on; return False at the limit."""
         ready, before = self._worker.ready, self._spare_bytes
         if ready is None:
             return False

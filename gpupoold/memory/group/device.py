@@ -174,10 +174,7 @@ class GroupDevice(Device):
         self._own.close()
 
     def _everywhere(self, method: str, arguments: dict[str, Any]) -> None:
-        """Call a method on all ranks, or on the leader if the addresses are in no region.
-
-        An ordered mapping is undone after an error of the leader.
-        """
+        """Call a method on all ranks, or on the leader's for addresses outside all regions."""
         addresses = {n: arguments[n] for n in _ADDRESSES if arguments.get(n) is not None}
         found = {name: self.regions.place(address) for name, address in addresses.items()}
         places = {name: place for name, place in found.items() if place is not None}

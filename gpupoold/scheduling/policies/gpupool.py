@@ -131,11 +131,7 @@ class GpupoolPolicy(Policy):
         ]
 
     def _next_prefills(self, device: DeviceState, queued: Batch, now_s: float) -> Sequence[Request]:
-        """Return a model's queued requests to send now.
-
-        A deferred request that has waited for ``patience_s`` precedes requests on time, but not
-        more often than the share of starving batches allows.
-        """
+        """Return the queued requests to send; long deferred ones first, within their share."""
         name, tuning = queued.model.name, self._tuning
         working = device.working.get(name)
         order = order_of([queued], device, now_s)
@@ -252,10 +248,7 @@ class GpupoolPolicy(Policy):
         return choose(request, roomy, Loads(), self._answers_home, self._tuning)[0]
 
     def _migrations(self, state: State, loads: Loads) -> Iterable[Placement]:
-        """Move models that a full device has not begun to devices with enough free load.
-
-        A moved model does not move back, because the other device does not become full.
-        """
+        """Move models that a full device has not begun to devices with enough free load."""
         full_load = self._tuning.full_load
         for device in [device for device in state.devices.values() if device.queued]:
             for name in [name for name in device.queued if name not in device.working]:

@@ -199,11 +199,7 @@ class HomePlanner:
 
 
 def _devices(state: State, now_s: float, lead_share: float) -> list[HomeDevice]:
-    """Return the devices in service with the expected work of the models that may live there.
-
-    Those are hosts, and devices that could load the engine once arrivals are known for longer than
-    a load takes. Models without arrivals have no work.
-    """
+    """Return devices in service with the work of models that live, or could soon, on each."""
     models, lasting = state.models, state.arrivals.lasting
     rates = {name: rate for name, rate in lasting.rates_rps(now_s).items() if name in models}
     may_load = lasting.seen_s(now_s) >= _LEAST_SEEN_S

@@ -10,13 +10,12 @@ process whose environment may change what vLLM does at its import gets no fork, 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-import pytest
 
 from gpupoold.system.process import die_with_parent, raise_file_limit, show_as
 from tests.support.forks import ForkedProcess, ForkOrder, fork_server, import_path, loading, serve
@@ -41,12 +40,34 @@ _MAY_DIFFER = (
 # Of emulated devices alone, and of workers; in other processes these do no harm.
 _MAY_BE_ABSENT = ("GLIBC_TUNABLES", "OMP_NUM_THREADS")
 _PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.process"]
+# What each fork imports when it begins, or with its first model: half a second of a core.
+_LATER = [
+    *("gpupoold.frontend.server", "gpupoold.worker.inspection", "gpupoold.worker.plugin"),
+    *("transformers.integrations.mistral.tokenizer", "transformers.models.mixtral"),
+    *("model_hosting_container_standards.sagemaker", "fastapi.staticfiles"),
+]
+_LATER_OF_VLLM = """
+entrypoints.anthropic.api_router entrypoints.cohere.api_router entrypoints.generate.api_router
+entrypoints.generate.generative_scoring.api_router
+entrypoints.generate.structured_decisions.api_router entrypoints.openai.models.api_router
+entrypoints.openai.responses.api_router entrypoints.scale_out.derender.api_router
+entrypoints.scale_out.render.api_router entrypoints.scale_out.token_in_token_out.api_router
+entrypoints.serve.elastic_ep.api_router entrypoints.serve.instrumentator.metrics
+entrypoints.serve.lora.api_router entrypoints.serve.profile.api_router
+distributed.elastic_ep.elastic_execute model_executor.layers.fused_moe.experts.cpu_moe
+model_executor.layers.quantization.online.base model_executor.models.mixtral
+plugins.lora_resolvers.filesystem_resolver plugins.lora_resolvers.hf_hub_resolver
+tool_parsers.hermes_tool_parser v1.attention.backends.cpu_attn v1.executor.multiproc_executor
+v1.pool.flash_maxsim
+"""
 _LOG_LEVEL = "info"
 
 
 @contextlib.contextmanager
 def import_server() -> Iterator[str]:
     """Run an import server; yield its address."""
+    import pytest  # not for the proxies, of which each would import pytest
+
     from gpupoold.config.schema import parse_settings
     from gpupoold.control.workers.worker import engine_environment
 
@@ -104,8 +125,21 @@ def main(listener_fd: int) -> None:
     with loading():
         for name in _PRELOADED:
             fork_server._preload(name, _LOG_LEVEL)
+        for name in (*_LATER, *(f"vllm.{name}" for name in _LATER_OF_VLLM.split())):
+            importlib.import_module(name)
+        _adapt_once()
     after = dict(os.environ)
     serve(listener_fd, lambda order: _refusal(order, before, after))
+
+
+def _adapt_once() -> None:
+    """Do what every worker of an emulated device does to vLLM before its first engine."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    from gpupoold.worker.engine.cpu_build import adapt_cpu_build
+
+    adapt_cpu_build()
+    CpuPlatform.register_triton_kernel_overrides()  # searches all modules, 0.13 s
 
 
 def _differing(

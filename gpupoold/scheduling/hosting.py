@@ -9,10 +9,11 @@ first those whose model has another device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from gpupoold.domain import Role
 from gpupoold.scheduling.events import Hostable
 from gpupoold.scheduling.observed import LASTING_S
 from gpupoold.scheduling.rules import ReasonName
@@ -21,6 +22,9 @@ from gpupoold.scheduling.wait_estimate import first_token_in_s
 
 # Seconds without use after which an engine is evicted for the late requests of another model.
 LATE_IDLE_S = 60.0
+# Seconds without use after which an engine is evicted for a model without a device for answers or
+# for prompts that would be late, or without a device for prompts.
+ROLE_IDLE_S, PROMPTS_IDLE_S = 60.0, 300.0
 # Seconds without use after which the only engine of a model makes place for a planned home.
 HOME_IDLE_S = LASTING_S
 # Seconds between looks at devices that could become homes; policies plan homes as often.
@@ -43,6 +47,8 @@ class HostingReason(ReasonName):
     FIXED = "fixed", "the device was chosen by hand"
     NEEDED = "needed", "no other device in service had the model"
     HOME = "home", "the planned home of the model, by the arrivals of the last minutes"
+    ROLE = "role", "no device with the model was there for answers, or for prompts in time"
+    PROMPTS = "prompts", "no device with the model was there for prompts"
     LATE = "late", "requests would have been late on the other devices"
     SHARED = "shared", "its requests were more urgent than those of the engine's model"
     SPARE = "spare", "the device had memory for the engine"
@@ -94,6 +100,7 @@ class HostingDevice:
     num_loads: int = 0
     is_draining: bool = False
     kept_bytes: int = 0
+    role: Role = Role.MIXED
 
     @property
     def used_bytes(self) -> int:
@@ -178,11 +185,12 @@ def choose(model: HostingModel, devices: Sequence[HostingDevice]) -> list[Hostin
     if not model.is_wanted:
         return []
     hosts = [device for device in devices if model.name in device.engines]
-    is_hosted = any(not host.is_draining for host in hosts)
+    roles = {host.role for host in hosts if not host.is_draining}
+    is_hosted = bool(roles)
     candidates = [device for device in lacking if not device.is_draining]
     if not candidates and not hosts:
         candidates = lacking
-    first = _first(model, candidates, is_hosted=is_hosted)
+    first = _first(model, candidates, is_hosted=is_hosted) or _of_role(model, candidates, roles)
     spare = [
         HostingChoice(each.number, HostingReason.SPARE)
         for each in candidates
@@ -216,6 +224,33 @@ def _first(
     return [HostingChoice(device.number, reason) for device in _sorted(model, devices)[:1]]
 
 
+def lacks_role(roles: Collection[Role]) -> bool:
+    """Return whether devices of these roles, at least one, are all for prompts or for answers."""
+    return set(roles) in ({Role.PREFILL}, {Role.DECODE})
+
+
+def _of_role(
+    model: HostingModel, candidates: Sequence[HostingDevice], roles: Collection[Role]
+) -> list[HostingChoice]:
+    """Return the device to load a model whose devices are all for prompts, or all for answers.
+
+    Answers are urgent: on a device for prompts they wait behind the prompts of all models. Prompts
+    on a device for answers are urgent only if they are late.
+    """
+    if not lacks_role(roles):
+        return []
+    is_urgent = model.is_late or Role.PREFILL in roles
+    reason = HostingReason.ROLE if is_urgent else HostingReason.PROMPTS
+    fitting = [
+        candidate
+        for candidate in candidates
+        if candidate.role not in roles
+        and not candidate.num_loads
+        and victims(model, candidate, reason) is not None
+    ]
+    return [HostingChoice(device.number, reason) for device in _sorted(model, fitting)[:1]]
+
+
 def victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -> list[str] | None:
     """Return the models whose engines make place for a model's engine, the least useful first.
 
@@ -223,8 +258,9 @@ def victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -
     enough memory, None if too little can be freed. Engines chosen by hand and busy engines stay,
     except that the ``SHARED`` engine of the family leaves if no idle engines are enough. A
     spare engine replaces no other. A planned home replaces only engines of models that have another
-    home, and another device or no use for ``HOME_IDLE_S``; late requests replace only engines of
-    models that have another device and were not used for ``LATE_IDLE_S``.
+    home, and another device or no use for ``HOME_IDLE_S``; ``ROLE`` and ``PROMPTS`` replace only
+    engines without use for ``ROLE_IDLE_S`` and ``PROMPTS_IDLE_S``; late requests replace only
+    engines of models that have another device and were not used for ``LATE_IDLE_S``.
     """
     short_bytes = device.short_bytes(model.need(device.number))
     if not short_bytes:
@@ -349,6 +385,10 @@ def _may_leave(engine: HostedEngine, reason: HostingReason) -> bool:
     if reason is HostingReason.HOME:
         is_unused = not engine.is_only or engine.idle_s >= HOME_IDLE_S
         return is_unused and not engine.is_home
+    if reason is HostingReason.ROLE:
+        return engine.idle_s >= ROLE_IDLE_S
+    if reason is HostingReason.PROMPTS:
+        return engine.idle_s >= PROMPTS_IDLE_S
     if reason is HostingReason.LATE:
         return not engine.is_only and engine.idle_s >= LATE_IDLE_S
     return True

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from gpupoold.domain import Role
 from gpupoold.errors import UsageError
 from gpupoold.scheduling.events import Hostable
 from gpupoold.scheduling.hosting import (
@@ -28,6 +29,7 @@ from gpupoold.scheduling.hosting import (
     idle,
     is_late,
     is_taken_over,
+    lacks_role,
     served_s,
     slack_of,
     slack_on,
@@ -180,11 +182,11 @@ class Hosting:
                 break
             if name in self._loading.values():
                 continue
-            # Only a device without work helps late requests.
+            # Only a device without work, or of another role, helps late requests.
             can_help = any(not (device.num_requests or device.num_loads) for device in devices)
             if not can_help and self._has_enough(name, devices):
                 continue
-            late = can_help and is_late(state, name, now_s)
+            late = is_late(state, name, now_s)
             is_starving = self._is_starving(name, now_s)
             model = self._model(name, is_late=late, slack_s=slacks_s[name], is_starving=is_starving)
             chosen = choose(model, devices)
@@ -199,6 +201,8 @@ class Hosting:
         on = {number for number in self._numbers if name in self._engines[number]}
         num_bytes = self.costs.bytes_of(name)
         is_home = self._homes.get(name) in (None, *on)
+        if lacks_role({devices[number].role for number in on}):
+            return False
         return bool(on) and is_home and all(device.short_bytes(num_bytes) for device in devices)
 
     def _begin(
@@ -304,7 +308,10 @@ class Hosting:
                     served_s=served_s(since_s, self._signs_s(number, name), now_s),
                 )
         num_requests = known.num_requests if known else 0
-        return HostingDevice(number, engines, self.costs.limit_bytes, num_requests, len(loading))
+        role = known.role if known else Role.MIXED
+        return HostingDevice(
+            number, engines, self.costs.limit_bytes, num_requests, len(loading), role=role
+        )
 
     def _engine(self, name: str, number: int, now_s: float, *, is_busy: bool) -> HostedEngine:
         others = (on for other, on in enumerate(self._engines) if other != number)

@@ -18,6 +18,7 @@ from gpupoold.control.models.parts import ControlParts, ModelPart
 from gpupoold.control.models.steps import EnginesFull
 from gpupoold.control.weights.cache import SnapshotCache
 from gpupoold.control.workers.worker import Worker
+from gpupoold.domain import Role
 from gpupoold.errors import GpupoolError, NoSuchModel, Unavailable
 from gpupoold.scheduling.hosting import (
     EngineWaits,
@@ -102,6 +103,7 @@ class EngineRoom(ModelPart):
             worker.num_loads,
             self._fleet.is_device_draining(number),
             self._fleet.hosts.kept_bytes(number),
+            known.role if known else Role.MIXED,
         )
 
     def model(self, row: ModelRow, now_s: float | None = None) -> HostingModel:

@@ -381,7 +381,9 @@ def _moved_off(setup: Setup) -> Iterator[tuple[PlanChange, ...]]:
 
 def _without(setup: Setup, name: str, what: str) -> PlanChange:
     models = {other: model for other, model in setup.models.items() if other != name}
-    changed = replace(setup, models=models, load=setup.load.without(name))
+    engines = tuple(own for own in setup.host.own_engine_bytes if own[0] != name)
+    host = replace(setup.host, own_engine_bytes=engines)
+    changed = replace(setup, models=models, load=setup.load.without(name), host=host)
     return PlanChange("move", f"move {what} to another box", changed)
 
 

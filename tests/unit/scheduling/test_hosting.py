@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from gpupoold.domain import Targets
+from gpupoold.domain import Role, Targets
 from gpupoold.scheduling import hosting
 from gpupoold.scheduling.events import DeviceUp, Hostable, ModelCosts
 from gpupoold.scheduling.hosting import (
     HOME_IDLE_S,
     LATE_IDLE_S,
+    PROMPTS_IDLE_S,
+    ROLE_IDLE_S,
     SHARED_S,
     STARVING_S,
     EngineWaits,
@@ -193,6 +195,41 @@ class TestLateRequests:
     def test_others_are_not_disturbed(self, other: HostingDevice) -> None:
         hosts = device(0, engine("new"), num_requests=9)
         assert choose(model(is_late=True), [hosts, other]) == []
+
+
+class TestRoles:
+    decoding = device(
+        1, engine("old", idle_s=ROLE_IDLE_S, is_only=True), limit=10, role=Role.DECODE
+    )
+
+    def test_answers_get_a_device(self) -> None:
+        here = device(0, engine("new"), limit=10, role=Role.PREFILL)
+        also = device(2, engine("busy", is_busy=True), limit=10, role=Role.DECODE)
+        assert choose(model(), [here, also, self.decoding]) == [(1, HostingReason.ROLE)]
+        assert victims(self.decoding, 10, HostingReason.ROLE) == ["old"]
+
+    @pytest.mark.parametrize(("idle_s", "gets"), [(PROMPTS_IDLE_S, True), (ROLE_IDLE_S, False)])
+    def test_prompts_do_where_an_engine_is_unused_for_long(self, idle_s: float, gets: bool) -> None:
+        here = device(0, engine("new"), limit=10, role=Role.DECODE)
+        other = device(1, engine("old", idle_s=idle_s, is_only=True), limit=10, role=Role.PREFILL)
+        assert choose(model(), [here, other]) == [(1, HostingReason.PROMPTS)] * gets
+        assert choose(model(is_late=True), [here, other]) == [(1, HostingReason.ROLE)]
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            replace(decoding, role=Role.PREFILL),
+            replace(decoding, num_loads=1),
+            device(1, engine("old", idle_s=ROLE_IDLE_S - 1), limit=10, role=Role.DECODE),
+        ],
+        ids=["of the same role", "loading", "in use lately"],
+    )
+    def test_others_are_not_disturbed(self, other: HostingDevice) -> None:
+        here = device(0, engine("new"), limit=10, role=Role.PREFILL)
+        assert choose(model(), [here, other]) == []
+
+    def test_a_device_for_both_is_enough(self) -> None:
+        assert choose(model(), [device(0, engine("new"), limit=10), self.decoding]) == []
 
 
 class TestHomes:

@@ -9,12 +9,14 @@ import pytest
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
 from gpupoold.sim.boxes import box_models, parse_box
+from gpupoold.sim.host import HostWishes
 from gpupoold.sim.planner.load import poisson_load, recorded_load
 from gpupoold.sim.planner.models import PlannedModel
 from gpupoold.sim.planner.notes import notes_on
 from gpupoold.sim.planner.plan import (
     Plan,
     PlanQuestion,
+    chains,
     check_question,
     make_plan,
     models_below,
@@ -117,6 +119,16 @@ class TestPlan:
         kinds = {one.kind for one in plan.changes}
         assert "load" in kinds
         assert "move" not in kinds
+
+    def test_the_engine_of_a_model_moves_with_the_model(self) -> None:
+        asked = question("1xA10", 2, 1.0)
+        host = HostWishes(own_engine_bytes=(("m00", 1), ("m01", 2)))
+        setup = Setup(asked.box, asked.load, asked.models, asked.seeds, host=host)
+        tried = [change for chain in chains(setup, (), None, None) for change in chain]
+        moved = [change.setup for change in tried if change.kind == "move"]
+        assert moved
+        for less in moved:
+            assert [name for name, _ in less.host.own_engine_bytes] == list(less.models)
 
     def test_the_latest_runs_are_not_run_again(self) -> None:
         asked = question("1xH800", 2, 0.1)

@@ -70,8 +70,7 @@ class Box:
     def split(self, groups: Sequence[int]) -> Box:
         """Return the same GPUs in ``groups``, the largest first.
 
-        Raises:
-            UsageError: the groups have more or fewer GPUs together, or a group is too large.
+        Raises UsageError if the groups have more or fewer GPUs together, or a group is too large.
         """
         num_gpus = sum(self.groups)
         if sum(groups) != num_gpus:
@@ -90,8 +89,7 @@ class Box:
 def parse_box(text: str) -> Box:
     """Parse ``16xH800``, ``A10`` or ``2x4xH800`` (two groups of four), as in a configuration.
 
-    Raises:
-        UsageError: the form is wrong, there are no devices, or the GPU is unknown.
+    Raises UsageError if the form is wrong, there are no devices, or the GPU is unknown.
     """
     match = _DEVICES.fullmatch(text.strip())
     count, degree = (int(match[1] or 1), int(match[2] or 1)) if match is not None else (0, 0)
@@ -130,8 +128,7 @@ def box_models(
 ) -> dict[str, SimModel]:
     """Return ``num_models`` models whose dimensions rotate through ``shapes``.
 
-    Raises:
-        UsageError: there are no models, or as for ``models_on``.
+    Raises UsageError if there are no models, or as for ``models_on``.
     """
     names = model_names(num_models)
     return models_on(box, {n: shapes[i % len(shapes)] for i, n in enumerate(names)}, targets)
@@ -140,8 +137,7 @@ def box_models(
 def why_too_large(box: Box, shape_name: str) -> str:
     """Return why a model of packaged dimensions exceeds a device of the box, empty if it fits.
 
-    Raises:
-        UsageError: the dimensions are unknown.
+    Raises UsageError if the dimensions are unknown.
     """
     try:
         weight_bytes = builtin_shape(shape_name).weight_bytes
@@ -160,8 +156,7 @@ def why_too_large(box: Box, shape_name: str) -> str:
 def models_on(box: Box, shapes: Mapping[str, str], targets: Targets) -> dict[str, SimModel]:
     """Return models for ``shapes``, a mapping of model names to names of packaged dimensions.
 
-    Raises:
-        UsageError: a model is unknown on this GPU, larger than a device, or cannot be divided.
+    Raises UsageError if a model is unknown on this GPU, larger than a device, or cannot be divided.
     """
     by_shape = {shape: _model_on(box, shape, targets) for shape in sorted(set(shapes.values()))}
     return {name: replace(by_shape[shape], name=name) for name, shape in shapes.items()}

@@ -62,8 +62,7 @@ class EventQueue(Generic[E]):
     def advance_to(self, at_s: float) -> None:
         """Set the present time to ``at_s``.
 
-        Raises:
-            ValueError: ``at_s`` lies in the past or is not finite.
+        Raises ValueError if ``at_s`` lies in the past or is not finite.
         """
         if not (math.isfinite(at_s) and at_s >= self.now_s):
             raise ValueError(f"the clock is at {self.now_s} s and cannot go to {at_s} s")
@@ -74,8 +73,7 @@ class EventQueue(Generic[E]):
     ) -> Scheduled[E]:
         """Schedule ``event`` at ``at_s``, which may be now.
 
-        Raises:
-            ValueError: ``at_s`` lies in the past or is not finite.
+        Raises ValueError if ``at_s`` lies in the past or is not finite.
         """
         if not (math.isfinite(at_s) and at_s >= self.now_s):
             raise ValueError(f"{event!r} at {at_s} s: the present is {self.now_s} s")

@@ -131,10 +131,8 @@ class Simulation:
         """Serve ``requests`` until ``end_s``; requests unfinished then lack tokens.
 
         The devices' times of work and of switching are counted until ``counted_until_s``.
-        ``on_progress`` gets the virtual time, once every 1000 events.
-
-        Raises:
-            UsageError: a request names a model that the box lacks.
+        ``on_progress`` gets the virtual time, once every 1000 events. Raises UsageError if a
+        request names a model that the box lacks.
         """
         for device in self._devices:
             device.tally.counted_until_s = counted_until_s

@@ -92,8 +92,7 @@ class ModelCache:
     ) -> None:
         """Read as many models as fit, in the order of ``weight_bytes``.
 
-        Raises:
-            UsageError: a model exceeds the cache.
+        Raises UsageError if a model exceeds the cache.
         """
         self._host = host
         self._weight_bytes = weight_bytes
@@ -181,8 +180,7 @@ def host_bytes(box: Box) -> int:
 def host_memory(box: Box, wishes: HostWishes = NO_WISHES) -> HostMemory:
     """Return the budgets of a box, worked out as by the daemon unless wished.
 
-    Raises:
-        UsageError: the wish leaves too little of the assumed host memory.
+    Raises UsageError if the wish leaves too little of the assumed host memory.
     """
     kv_bytes, cache_bytes = wishes.kv_host_bytes, wishes.model_cache_bytes
     if kv_bytes is None or cache_bytes is None:
@@ -198,10 +196,8 @@ def engine_costs(box: Box, wishes: HostWishes = NO_WISHES) -> EngineCosts | None
     """Return the costs of the engines of a box; None if engines take no memory.
 
     The limit is the daemon's default unless wished, less the libraries. Groups need no other
-    figures: an engine takes the memory on each of their GPUs.
-
-    Raises:
-        UsageError: the wishes have a limit or a time of loads, but engines take no memory.
+    figures: an engine takes the memory on each of their GPUs. Raises UsageError if the wishes have
+    a limit or a time of loads, but engines take no memory.
     """
     num_bytes = ENGINE_BYTES if wishes.engine_bytes is None else wishes.engine_bytes
     if not (num_bytes or wishes.own_engine_bytes):

@@ -95,10 +95,8 @@ class Hosting:
 
         ``can_run`` has the models that each device can run, on that device. Models without a device
         are loaded when requests arrive. ``signs_s`` returns the times of the latest token, or else
-        of the arrival, of each request of a model on a device.
-
-        Raises:
-            UsageError: a device has too little memory for one engine.
+        of the arrival, of each request of a model on a device. Raises UsageError if a device has
+        too little memory for one engine.
         """
         if unknown := [name for name, _ in costs.own_bytes if name not in models]:
             raise UsageError(

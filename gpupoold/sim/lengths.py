@@ -106,8 +106,7 @@ def length_variant(source: LengthSource, name: str) -> LengthSource:
 def length_pairs(table: CsvTable) -> list[Lengths]:
     """Return all (prompt, output) pairs of a table.
 
-    Raises:
-        UsageError: the message names the file, line and column of the error.
+    Raises UsageError; the message names the file, line and column of the error.
     """
     table.require(PROMPT, OUTPUT)
     return [Lengths(table.count(row, PROMPT), table.count(row, OUTPUT)) for row in table.rows]
@@ -234,10 +233,8 @@ def parse_table(lines: Iterable[str], name: str) -> CsvTable:
 def select_scenario(table: CsvTable, scenario: str | None) -> CsvTable:
     """Return the rows of one scenario.
 
-    Without a name, returns the whole table if its rows have at most one scenario.
-
-    Raises:
-        UsageError: the scenario or its column is missing, or several scenarios need a name.
+    Without a name, returns the whole table if its rows have at most one scenario. Raises UsageError
+    if the scenario or its column is missing, or several scenarios need a name.
     """
     if SCENARIO not in table.columns:
         if scenario is not None:

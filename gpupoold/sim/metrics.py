@@ -179,8 +179,7 @@ def artifact_attainment(result: RequestResult, end_s: float = math.inf) -> float
 def summarise(results: Iterable[RequestResult], end_s: float = math.inf) -> Report:
     """Return all figures of a run that ended at ``end_s``.
 
-    Raises:
-        ValueError: a result's times contradict each other.
+    Raises ValueError if a result's times contradict each other.
     """
     by_model: dict[str, _Tally] = {}
     for result in results:
@@ -197,10 +196,8 @@ def goodput(
     """Return the highest load with an attainment of at least ``threshold``.
 
     ``points`` are pairs of load and attainment. Between the highest passing load and the next
-    point, attainment is interpolated linearly. None if no load passed.
-
-    Raises:
-        ValueError: there are no points, or a load repeats.
+    point, attainment is interpolated linearly. None if no load passed. Raises ValueError if there
+    are no points, or a load repeats.
     """
     ordered = sorted(points)
     if not ordered:

@@ -515,8 +515,7 @@ class NamedArrivals(Workload):
     def draw(self, draw: Draw) -> DrawnWorkload:
         """Scale all rates if a mean rate is given.
 
-        Raises:
-            UsageError: a number of models is given, or no duration.
+        Raises UsageError if a number of models is given, or no duration.
         """
         if draw.num_models is not None:
             raise UsageError("this preset's models are fixed: no --models")

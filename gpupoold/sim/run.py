@@ -74,9 +74,8 @@ class RunRow(TypedDict):
 def run_point(point: Point, on_progress: OnProgress | None = None) -> RunRow:
     """Run a point; return its row.
 
-    Raises:
-        UsageError: the point cannot be simulated; the policy ``static`` refuses more models than
-            fit.
+    Raises UsageError if the point cannot be simulated; the policy ``static`` refuses more models
+    than fit.
     """
     return _run(build_scenario(point), on_progress)
 
@@ -91,10 +90,8 @@ def run_points(
 
     If the policy ``static`` refuses the models, ``refused`` of the row has the reason, and the
     attainment is None. ``on_progress`` gets the point's index and the arguments of ``OnProgress``;
-    with several processes ``on_progress`` is not called.
-
-    Raises:
-        UsageError: ``jobs`` is less than one, or as for ``run_point``.
+    with several processes ``on_progress`` is not called. Raises UsageError if ``jobs`` is less than
+    one, or as for ``run_point``.
     """
     if jobs < 1:
         raise UsageError(f"{jobs} jobs: at least one is needed")

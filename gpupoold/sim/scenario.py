@@ -245,10 +245,8 @@ class FigurePanel:
     def changed(self, wanted: Overrides) -> FigurePanel:
         """Return the panel with the changes applied.
 
-        If the box changes, the panel's number of prefill devices no longer applies.
-
-        Raises:
-            UsageError: the workload's files are missing, or the GPUs do not form groups.
+        If the box changes, the panel's number of prefill devices no longer applies. Raises
+        UsageError if the workload's files are missing, or the GPUs do not form groups.
         """
         box, num_prefill = wanted.box or self.box, wanted.num_prefill
         if wanted.tensor_parallel_size is not None:
@@ -379,8 +377,7 @@ def end_of_run_s(
 def build_scenario(point: Point) -> Scenario:
     """Draw the point's requests and place its models on the box.
 
-    Raises:
-        UsageError: as for the workload, ``models_on`` and ``families_of``.
+    Raises UsageError as for the workload, ``models_on`` and ``families_of``.
     """
     panel = point.panel
     asked = Draw(point.num_models, point.rps, panel.duration_s, panel.seed)
@@ -403,9 +400,8 @@ def build_scenario(point: Point) -> Scenario:
 def families_of(shapes: Mapping[str, str], num_families: int, box: Box) -> dict[str, str]:
     """Return a family for each model of ``shapes``: the models of one shape take turns in families.
 
-    Raises:
-        UsageError: there are fewer families than shapes, or the devices are groups, which share no
-            engines.
+    Raises UsageError if there are fewer families than shapes, or the devices are groups, which
+    share no engines.
     """
     kinds = list(dict.fromkeys(shapes.values()))
     if num_families < len(kinds):
@@ -452,10 +448,7 @@ def changed_panel(panel: FigurePanel, wanted: Overrides) -> tuple[FigurePanel, l
     """Return the panel with the changes, and why dimensions of models were left out.
 
     The other dimensions take the place of those that exceed a device. Recorded requests keep their
-    models.
-
-    Raises:
-        UsageError: all dimensions exceed a device, or as for ``FigurePanel.changed``.
+    models. Raises UsageError if all dimensions exceed a device, or as for ``FigurePanel.changed``.
     """
     changed = panel.changed(wanted)
     if _load(changed) != _load(panel):

@@ -38,10 +38,8 @@ _HOW_TO_NAME = "name it with --workloads, GPUPOOL_WORKLOADS or workloads_dir und
 def trace_requests(table: CsvTable, default_model: str = DEFAULT_MODEL) -> tuple[SimRequest, ...]:
     """Return the requests of a table with one trace, in order of arrival.
 
-    ``default_model`` is the model of all requests if the table has no column ``model``.
-
-    Raises:
-        UsageError: the message names the file, line and column of the error.
+    ``default_model`` is the model of all requests if the table has no column ``model``. Raises
+    UsageError; the message names the file, line and column of the error.
     """
     table.require(ARRIVAL, PROMPT, OUTPUT)
     if not table.rows:
@@ -52,8 +50,7 @@ def trace_requests(table: CsvTable, default_model: str = DEFAULT_MODEL) -> tuple
 def scale_time(requests: Iterable[SimRequest], factor: float) -> tuple[SimRequest, ...]:
     """Multiply all arrival times by ``factor``: 0.5 doubles the load, bursts included.
 
-    Raises:
-        UsageError: ``factor`` is not positive.
+    Raises UsageError if ``factor`` is not positive.
     """
     if not (math.isfinite(factor) and factor > 0):
         raise UsageError(f"time factor {factor}: must be above 0")
@@ -64,10 +61,8 @@ def fold_models(requests: Sequence[SimRequest], num_models: int) -> tuple[SimReq
     """Fold all requests onto at most ``num_models`` models, named as by ``model_names``.
 
     Models are dealt out in order of the number of requests (ties by name): the busiest to the first
-    name, and so on in rounds. Surplus names have no requests.
-
-    Raises:
-        UsageError: ``num_models`` is less than one.
+    name, and so on in rounds. Surplus names have no requests. Raises UsageError if ``num_models``
+    is less than one.
     """
     names = model_names(num_models)
     counts = Counter(request.model for request in requests)

@@ -48,8 +48,7 @@ def model_names(num_models: int) -> list[str]:
 def equal_rates(models: Sequence[str], rate_rps: float) -> dict[str, float]:
     """Return ``rate_rps`` for each model.
 
-    Raises:
-        UsageError: there are no models, a name repeats, or the rate is not positive.
+    Raises UsageError if there are no models, a name repeats, or the rate is not positive.
     """
     name, times = max(Counter(models).items(), key=lambda item: item[1], default=("", 1))
     if times > 1:
@@ -63,11 +62,8 @@ def poisson_workload(
     """Return Poisson arrivals in ``[0, duration_s)``, each model at its own rate, in order.
 
     Equal arguments give equal requests in any process, whatever the order of the models. The result
-    may be empty by chance.
-
-    Raises:
-        UsageError: there are no models, a rate or the duration is not positive, or the requests are
-            far too many.
+    may be empty by chance. Raises UsageError if there are no models, a rate or the duration is not
+    positive, or the requests are far too many.
     """
     rates = _checked(rates_rps)
     if not (math.isfinite(duration_s) and duration_s > 0):

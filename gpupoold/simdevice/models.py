@@ -79,9 +79,8 @@ class KnownModel:
 def know(model: ModelToLoad, gpu: str, device_bytes: int, num_gpus: int = 1) -> KnownModel:
     """Read the checkpoint of ``model`` for a device of ``num_gpus`` GPUs, without weights.
 
-    Raises:
-        Refused: the checkpoint cannot be served, does not fit on the device, cannot be divided
-            among the GPUs, or its latency is unknown.
+    Raises Refused if the checkpoint cannot be served, does not fit on the device, cannot be divided
+    among the GPUs, or its latency is unknown.
     """
     path = Path(model.path)
     info = check_checkpoint(path, allow_pickle=True, allow_remote_code=model.allow_remote_code)
@@ -135,8 +134,7 @@ def _dtype(info: CheckpointInfo, wanted: str) -> str:
 def _max_len(model: ModelToLoad, info: CheckpointInfo, room: int, device_bytes: int) -> int:
     """Return the tokens of the longest request: the configured number, or as many as fit.
 
-    Raises:
-        Refused: ``room`` (the KV beside the weights, in tokens) is too small.
+    Raises Refused if ``room`` (the KV beside the weights, in tokens) is too small.
     """
     longest = info.max_position_embeddings or _DEFAULT_MAX_LEN
     if room < (model.max_model_len or 1):

@@ -55,11 +55,7 @@ class SimServer:
         )
 
     def run(self) -> None:
-        """Serve until a ``Shutdown`` message.
-
-        Raises:
-            ChannelClosed: the daemon is gone.
-        """
+        """Serve until a ``Shutdown`` message. Raises ChannelClosed if the daemon is gone."""
         while not self._stopping:
             message = self.channel.receive(self._idle_s(time.monotonic()))
             # Work due before the message arrived takes effect before the message does.

@@ -67,9 +67,7 @@ def choose_groups(question: GroupQuestion, on_progress: OnProgress | None = None
     """Simulate the best groupings and single GPUs; return the one that carries the most load.
 
     Of groupings that carry as much, the one with the larger share of tokens in time is chosen.
-
-    Raises:
-        UsageError: no grouping can run all models.
+    Raises UsageError if no grouping can run all models.
     """
     rates = _throughputs(question)
     feasible, refused = _feasible(question, rates)

@@ -136,10 +136,8 @@ def poisson_load(rates_rps: Mapping[str, float], duration_s: float | None = None
 def trace_load(path: Path, models: Sequence[str], duration_s: float | None = None) -> RecordedLoad:
     """Return the busiest ``duration_s`` of a CSV file with the columns of ``gpupool simulate``.
 
-    Without a column ``model`` the requests are distributed over ``models``.
-
-    Raises:
-        UsageError: the file has an error, or names a model outside of ``models``.
+    Without a column ``model`` the requests are distributed over ``models``. Raises UsageError if
+    the file has an error, or names a model outside of ``models``.
     """
     table = select_scenario(read_table(path), None)
     requests = trace_requests(table, models[0])
@@ -161,10 +159,8 @@ def history_load(
 ) -> tuple[RecordedLoad, int]:
     """Return the busiest ``duration_s`` of a daemon's history, and the number of skipped requests.
 
-    Requests of removed models and requests without a token are skipped.
-
-    Raises:
-        UsageError: no request is left.
+    Requests of removed models and requests without a token are skipped. Raises UsageError if no
+    request is left.
     """
     known = set(models)
     ordered = sorted(records, key=lambda record: record.arrived_at)
@@ -197,10 +193,8 @@ def recorded_load(
 ) -> RecordedLoad:
     """Return the ``duration_s`` of ``requests`` with the most arrivals.
 
-    The default is ten minutes, or five if the busiest ten minutes have many requests.
-
-    Raises:
-        UsageError: there are no requests.
+    The default is ten minutes, or five if the busiest ten minutes have many requests. Raises
+    UsageError if there are no requests.
     """
     if not requests:
         raise UsageError(f"{source}: no requests")

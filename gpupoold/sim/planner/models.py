@@ -82,9 +82,8 @@ class Placed(NamedTuple):
 def place(models: Sequence[PlannedModel], box: Box) -> Placed:
     """Place all models on devices of ``box``.
 
-    Raises:
-        UsageError: models exceed a device, a name repeats, the GPUs of a group cannot share a model
-            equally, the latency of a model on this GPU is unknown, or a group can run no model.
+    Raises UsageError if models exceed a device, a name repeats, the GPUs of a group cannot share a
+    model equally, the latency of a model on this GPU is unknown, or a group can run no model.
     """
     if not models:
         raise UsageError("no models to plan for")
@@ -114,8 +113,7 @@ def place(models: Sequence[PlannedModel], box: Box) -> Placed:
 def place_on(model: PlannedModel, box: Box, degree: int) -> tuple[SimModel, Basis]:
     """Place a model on a group of ``degree`` GPUs of ``box``.
 
-    Raises:
-        UsageError: the group cannot run the model.
+    Raises UsageError if the group cannot run the model.
     """
     kv_bytes, room = model.kv_bytes_per_token, box.bytes_of(degree)
     if model.weight_bytes >= room:
@@ -168,8 +166,7 @@ class Checkpoint(NamedTuple):
 def read_checkpoint(folder: Path, dtype: str = "auto") -> Checkpoint:
     """Read ``config.json``, and the headers of the weights if present (for quantized weights).
 
-    Raises:
-        UsageError: the message names the file and its error.
+    Raises UsageError; the message names the file and its error.
     """
     shape = read_shape(folder, dtype)
     try:
@@ -195,8 +192,7 @@ def read_family(folder: Path, *settings: object) -> str:
 def read_shape(folder: Path, dtype: str = "auto") -> ModelShape:
     """Return the dimensions in a folder's ``config.json``.
 
-    Raises:
-        UsageError: the file is missing, unreadable, or describes another kind of model.
+    Raises UsageError if the file is missing, unreadable, or describes another kind of model.
     """
     file = folder / "config.json"
     try:
@@ -241,8 +237,7 @@ def _latency(model: PlannedModel, box: Box, degree: int) -> tuple[LatencyModel, 
 def measured_on(model: PlannedModel, box: Box, degree: int) -> LatencyModel | None:
     """Return what a daemon measured last on groups of ``degree`` GPUs of ``box``, None for nothing.
 
-    Raises:
-        LatencyError: a stored profile has an unknown form.
+    Raises LatencyError if a stored profile has an unknown form.
     """
     fitting = [
         latency
@@ -316,10 +311,7 @@ def read_models(path: Path) -> tuple[PlannedModel, ...]:
     """Return the models of the file, in order.
 
     ``count`` equal models are named ``name-0``, ``name-1``, ...; a relative ``path`` is resolved
-    against the file's folder.
-
-    Raises:
-        UsageError: the message names file, entry and key.
+    against the file's folder. Raises UsageError; the message names file, entry and key.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -118,8 +118,7 @@ def check_question(target: float, policies: Sequence[str]) -> None:
 def make_plan(question: PlanQuestion, on_progress: OnProgress | None = None) -> Plan:
     """Simulate until all questions are answered.
 
-    Raises:
-        UsageError: the question is impossible, there are no requests, or no policy can run.
+    Raises UsageError if the question is impossible, there are no requests, or no policy can run.
     """
     check_question(question.target, question.policies)
     return _Planner(question, on_progress).plan()

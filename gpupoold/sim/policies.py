@@ -1,14 +1,13 @@
 """Policies by the names that users of the simulator write: the daemon's, and further baselines.
 
-``PlacedOncePolicy`` and its subclasses place each request once, at its arrival; turns are those of
-the default policy.
+``PlacedOncePolicy`` places each request once, at its arrival; turns are those of the default
+policy.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -30,77 +29,62 @@ class ShortestJobPolicy(RequestLevelPolicy):
     """Serve whole requests, the shortest answer first."""
 
     def __init__(self) -> None:
-        super().__init__("request-level-sjf")
+        super().__init__(_SHORTEST_JOB)
 
     def rank(self, request: Request) -> float:
         """Return the output length, or the arrival if the length is unknown."""
         return super().rank(request) if request.output_tokens is None else request.output_tokens
 
 
-class PlacedOncePolicy(StayingPolicy, ABC):
-    """Every device does both stages, and no request moves later."""
+Choose = Callable[[Request, Sequence[DeviceState], float], tuple[DeviceState, Rule]]
 
-    name = "placed-once"
+
+class PlacedOncePolicy(StayingPolicy):
+    """Every device does both stages, and no request moves later; ``choose`` returns one device."""
+
+    def __init__(self, name: str, choose: Choose) -> None:
+        super().__init__()
+        self.name, self._choose = name, choose
 
     def assign(self, state: State, now_s: float) -> Iterable[Placement]:
         """Place held requests."""
         for request in list(state.held.values()):
-            devices = state.prefill_hosts(request.model)
-            if devices:
-                device, rule = self.choose(request, devices, state, now_s)
-                yield Placement(request, device, rule)
-
-    @abstractmethod
-    def choose(
-        self, request: Request, devices: Sequence[DeviceState], state: State, now_s: float
-    ) -> tuple[DeviceState, Rule]:
-        """Return one of the devices, and the rule."""
+            if devices := state.prefill_hosts(request.model):
+                yield Placement(request, *self._choose(request, devices, now_s))
 
 
-class ShortestQueuePolicy(PlacedOncePolicy):
-    """Join the shortest queue: the device with the fewest requests."""
-
-    name = "shortest-queue"
-
-    def choose(
-        self, request: Request, devices: Sequence[DeviceState], state: State, now_s: float
-    ) -> tuple[DeviceState, Rule]:
-        return fewest_requests(devices), Rule.FEWEST_REQUESTS
+def shortest_queue(
+    request: Request, devices: Sequence[DeviceState], now_s: float
+) -> tuple[DeviceState, Rule]:
+    """Return the device with the fewest requests."""
+    return fewest_requests(devices), Rule.FEWEST_REQUESTS
 
 
-class PowerOfTwoPolicy(PlacedOncePolicy):
-    """The device with fewer requests of two devices drawn by the request's name."""
-
-    name = "power-of-two"
-
-    def choose(
-        self, request: Request, devices: Sequence[DeviceState], state: State, now_s: float
-    ) -> tuple[DeviceState, Rule]:
-        if len(devices) == 1:
-            return devices[0], Rule.ONLY_DEVICE
-        rest, first = divmod(zlib.crc32(request.id.encode()), len(devices))
-        second = (first + 1 + rest % (len(devices) - 1)) % len(devices)
-        return fewest_requests([devices[first], devices[second]]), Rule.TWO_CHOICES
+def power_of_two(
+    request: Request, devices: Sequence[DeviceState], now_s: float
+) -> tuple[DeviceState, Rule]:
+    """Return the device with fewer requests of two devices drawn by the request's name."""
+    if len(devices) == 1:
+        return devices[0], Rule.ONLY_DEVICE
+    rest, first = divmod(zlib.crc32(request.id.encode()), len(devices))
+    second = (first + 1 + rest % (len(devices) - 1)) % len(devices)
+    return fewest_requests([devices[first], devices[second]]), Rule.TWO_CHOICES
 
 
-class BestFitPolicy(PlacedOncePolicy):
-    """Aladdin's algorithm 1: the fullest device with the model that can take the request.
+def best_fit(
+    request: Request, devices: Sequence[DeviceState], now_s: float
+) -> tuple[DeviceState, Rule]:
+    """Return the fullest device with the model that can take the request (Aladdin's algorithm 1).
 
     If no device with the model can, the device with the fewest requests of the others.
     """
-
-    name = "best-fit"
-
-    def choose(
-        self, request: Request, devices: Sequence[DeviceState], state: State, now_s: float
-    ) -> tuple[DeviceState, Rule]:
-        name = request.model.name
-        serving = [device for device in devices if name in device.models_with_requests]
-        for device in sorted(serving, key=lambda device: (-load_norm(device), device.number)):
-            if fits(device, request, now_s):
-                return device, Rule.BEST_FIT
-        others = [device for device in devices if device not in serving]
-        return fewest_requests(others or devices), Rule.FEWEST_REQUESTS
+    name = request.model.name
+    serving = [device for device in devices if name in device.models_with_requests]
+    for device in sorted(serving, key=lambda device: (-load_norm(device), device.number)):
+        if fits(device, request, now_s):
+            return device, Rule.BEST_FIT
+    others = [device for device in devices if device not in serving]
+    return fewest_requests(others or devices), Rule.FEWEST_REQUESTS
 
 
 class ModelTotals(NamedTuple):
@@ -211,19 +195,21 @@ def _least_lead_s(device: DeviceState, now_s: float) -> float:
     return min((lead_s for lead_s in leads_s if lead_s >= 0), default=math.inf)
 
 
-_BASELINES: dict[str, Callable[[], Policy]] = {
-    "request-level-sjf": ShortestJobPolicy,
-    "best-fit": BestFitPolicy,
-    "shortest-queue": ShortestQueuePolicy,
-    "power-of-two": PowerOfTwoPolicy,
+_CHOICES: dict[str, Choose] = {
+    "best-fit": best_fit,
+    "shortest-queue": shortest_queue,
+    "power-of-two": power_of_two,
 }
-POLICY_NAMES = (*named.POLICY_NAMES, *_BASELINES)
+_SHORTEST_JOB = "request-level-sjf"
+POLICY_NAMES = (*named.POLICY_NAMES, _SHORTEST_JOB, *_CHOICES)
 
 
 def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
     """Return a new policy. Raises UsageError with the known names if ``name`` is unknown."""
-    if name in _BASELINES:
-        return _BASELINES[name]()
+    if name in _CHOICES:
+        return PlacedOncePolicy(name, _CHOICES[name])
+    if name == _SHORTEST_JOB:
+        return ShortestJobPolicy()
     if name not in POLICY_NAMES:
         raise UsageError(f"no policy is named {name!r}", f"known: {', '.join(POLICY_NAMES)}")
     return named.make_policy(name, options)

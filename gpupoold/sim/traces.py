@@ -44,7 +44,23 @@ def trace_requests(table: CsvTable, default_model: str = DEFAULT_MODEL) -> tuple
     table.require(ARRIVAL, PROMPT, OUTPUT)
     if not table.rows:
         raise UsageError(f"{table.name}: has a header and no requests")
-    return tuple(_requests(table, default_model))
+    requests: list[SimRequest] = []
+    histories: dict[tuple[str, str], int] = {}
+    before_s = 0.0
+    for number, row in enumerate(table.rows):
+        arrival_s = table.number(row, ARRIVAL)
+        if arrival_s < before_s:
+            problem = f"{arrival_s} comes after {before_s}: arrivals must not go back"
+            raise table.error(row, ARRIVAL, problem)
+        before_s = arrival_s
+        model = table.text(row, MODEL) if MODEL in table.columns else default_model
+        lengths = table.count(row, PROMPT), table.count(row, OUTPUT)
+        name = table.maybe_text(row, CONVERSATION)
+        history_tokens = histories.get((model, name), 0)
+        if name:
+            histories[model, name] = sum(lengths)
+        requests.append(SimRequest(f"r{number}", model, arrival_s, *lengths, name, history_tokens))
+    return tuple(requests)
 
 
 def scale_time(requests: Iterable[SimRequest], factor: float) -> tuple[SimRequest, ...]:
@@ -71,25 +87,6 @@ def fold_models(requests: Sequence[SimRequest], num_models: int) -> tuple[SimReq
     return tuple(replace(request, model=folded[request.model]) for request in requests)
 
 
-def _requests(table: CsvTable, default_model: str) -> Iterator[SimRequest]:
-    has_model = MODEL in table.columns
-    histories: dict[tuple[str, str], int] = {}
-    before_s = 0.0
-    for number, row in enumerate(table.rows):
-        arrival_s = table.number(row, ARRIVAL)
-        if arrival_s < before_s:
-            problem = f"{arrival_s} comes after {before_s}: arrivals must not go back"
-            raise table.error(row, ARRIVAL, problem)
-        before_s = arrival_s
-        model = table.text(row, MODEL) if has_model else default_model
-        lengths = table.count(row, PROMPT), table.count(row, OUTPUT)
-        name = table.maybe_text(row, CONVERSATION)
-        history_tokens = histories.get((model, name), 0)
-        if name:
-            histories[model, name] = sum(lengths)
-        yield SimRequest(f"r{number}", model, arrival_s, *lengths, name, history_tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class _InFile(Workload):
     """A workload in a file; ``file`` is a name or, once located, an absolute path.
@@ -106,7 +103,17 @@ class _InFile(Workload):
 
     def located(self, folder: Path | None) -> Self:
         """Return the workload with the file's full path. Raises UsageError if missing."""
-        return replace(self, file=_found(self.file, folder))
+        path = Path(self.file)
+        if path.is_absolute():
+            return self
+        if folder is None:
+            problem = f"{self.file}: the folder of recorded workloads is not set"
+            raise UsageError(problem, _HOW_TO_NAME)
+        found = folder.absolute() / path
+        if not found.is_file():
+            hint = f"for another folder {_HOW_TO_NAME}"
+            raise UsageError(f"{found}: there is no such file", hint)
+        return replace(self, file=str(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +221,3 @@ def _window(
     if not inside:
         raise UsageError(f"{file}: no requests between {from_s:g} s and {until_s:g} s")
     return inside
-
-
-def _found(file: str, folder: Path | None) -> str:
-    path = Path(file)
-    if path.is_absolute():
-        return file
-    if folder is None:
-        raise UsageError(f"{file}: the folder of recorded workloads is not set", _HOW_TO_NAME)
-    found = folder.absolute() / path
-    if not found.is_file():
-        raise UsageError(f"{found}: there is no such file", f"for another folder {_HOW_TO_NAME}")
-    return str(found)

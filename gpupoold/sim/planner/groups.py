@@ -17,7 +17,6 @@ from gpupoold.latency.shape import MAX_GROUP_GPUS
 from gpupoold.sim.boxes import Box, SimModel, groups_text
 from gpupoold.sim.planner.models import PlannedModel, measured_degrees, place, place_on
 from gpupoold.sim.planner.run import Attained, LoadedBox, OnProgress, Runner, Setup
-from gpupoold.sim.workloads import SimRequest
 
 _MOST_SIMULATED = 6
 # Multiples of the load, tried until one does not fit, to tell groupings apart that all fit.
@@ -197,7 +196,7 @@ def _busy_share(
 def _needs(question: GroupQuestion) -> dict[str, float]:
     """Return the tokens/s that the load asks of each model."""
     tokens: Counter[str] = Counter()
-    for request in _requests(question):
+    for request in question.load.draw(question.seed):
         tokens[request.model] += max(1, request.output_tokens)
     return {name: count / question.load.duration_s for name, count in tokens.items()}
 
@@ -206,14 +205,10 @@ def _mean_contexts(question: GroupQuestion) -> dict[str, float]:
     """Return the mean context of a decode step by model: the prompt and half of the answer."""
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for request in _requests(question):
+    for request in question.load.draw(question.seed):
         sums[request.model] += request.prompt_tokens + request.output_tokens // 2
         counts[request.model] += 1
     return {name: sums[name] / counts[name] for name in counts}
-
-
-def _requests(question: GroupQuestion) -> tuple[SimRequest, ...]:
-    return question.load.draw(question.seed)
 
 
 def _simulated(question: GroupQuestion, groups: tuple[int, ...], runner: Runner) -> GroupingTried:

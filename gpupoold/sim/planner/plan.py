@@ -393,19 +393,15 @@ def _less_load(setup: Setup, share: float) -> PlanChange:
 
 def _faster_link(setup: Setup) -> PlanChange:
     now = min(m.latency.switch.bandwidth_bytes_per_s for m in setup.models.values())
-    models = {
-        name: replace(model, latency=replace(model.latency, switch=_faster(model.latency.switch)))
-        for name, model in setup.models.items()
-    }
+    models = {}
+    for name, model in setup.models.items():
+        link = SwitchModel(_FASTER_LINK * model.latency.switch.bandwidth_bytes_per_s)
+        models[name] = replace(model, latency=replace(model.latency, switch=link))
     text = (
         f"a host link {_FASTER_LINK:g} times as fast "
         f"({_FASTER_LINK * now / 1e9:.3g} GB/s instead of {now / 1e9:.3g})"
     )
     return PlanChange("link", text, replace(setup, models=models))
-
-
-def _faster(link: SwitchModel) -> SwitchModel:
-    return SwitchModel(_FASTER_LINK * link.bandwidth_bytes_per_s)
 
 
 def _devices(setup: Setup, num_devices: int) -> PlanChange:

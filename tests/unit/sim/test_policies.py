@@ -14,11 +14,9 @@ from gpupoold.scheduling.policies.base import Policy
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, RequestPhase
 from gpupoold.sim.policies import (
-    BestFitPolicy,
-    PowerOfTwoPolicy,
-    ShortestQueuePolicy,
     fits,
     load_norm,
+    make_policy,
     peak_kv_bytes,
 )
 from tests.unit.scheduling.driver import Driver
@@ -48,12 +46,12 @@ def placed(policy: Policy, names: tuple[str, ...]) -> list[float]:
 
 def test_c18_shortest_queue_overflows() -> None:
     """Aladdin, figure 4: both long prompts on one device, both long answers on the other."""
-    assert placed(ShortestQueuePolicy(), ("p1", "o1", "p2", "o2")) == [10, 10]
+    assert placed(make_policy("shortest-queue"), ("p1", "o1", "p2", "o2")) == [10, 10]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(ARRIVALS)))
 def test_c18_best_fit_finds_the_best_mix_in_any_order(order: tuple[str, ...]) -> None:
-    assert placed(BestFitPolicy(), order) == [7, 7]
+    assert placed(make_policy("best-fit"), order) == [7, 7]
 
 
 @pytest.fixture
@@ -123,7 +121,7 @@ def test_the_norm_counts_requests_and_context(device: DeviceState, model: Model)
 
 
 def test_two_choices_take_the_device_with_fewer_requests() -> None:
-    box = Driver(PowerOfTwoPolicy(), "a", num_devices=2)
+    box = Driver(make_policy("power-of-two"), "a", num_devices=2)
     for number in range(10):
         box.arrive("a", f"r{number}")
     requests = list(box.state.requests.values())
@@ -132,7 +130,7 @@ def test_two_choices_take_the_device_with_fewer_requests() -> None:
 
 
 def test_two_choices_reach_all_devices_but_look_at_two() -> None:
-    box = Driver(PowerOfTwoPolicy(), "a", num_devices=5)
+    box = Driver(make_policy("power-of-two"), "a", num_devices=5)
     for number in range(60):
         box.arrive("a", f"r{number}")
     counts = [

@@ -80,11 +80,7 @@ class Migration:
 
 @dataclass(slots=True)
 class Suspect:
-    """The state of a request under suspicion of a crash.
-
-    ``num_tokens`` is the number of tokens at the latest crash. A suspect is held until a trial,
-    which began at ``tried_since_s``.
-    """
+    """A request suspected of a crash at ``num_tokens``, held until a trial at ``tried_since_s``."""
 
     num_tokens: int
     num_crashes: int = 1

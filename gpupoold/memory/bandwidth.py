@@ -125,11 +125,7 @@ def scratch_memory(
     is_pinned: bool = True,
     node: int | None = None,
 ) -> Iterator[Scratch]:
-    """Allocate device memory and pinned host memory, all pages touched, until the context ends.
-
-    If not ``is_mapped``, the address range has no pages. The host memory is on a NUMA ``node``,
-    None for the device's.
-    """
+    """Allocate device memory and touched, pinned host memory on ``node`` for the context."""
     num_pages = -(-num_bytes // device.page_bytes)
     with ExitStack() as undo:
         address_range = AddressRange(device, pool, num_pages)

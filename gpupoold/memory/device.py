@@ -125,7 +125,7 @@ class Device(ABC):
         self.spent = FillTime()
 
     def share_host(self, address: int, num_bytes: int, fd: int) -> None:  # noqa: B027
-        """Let the other ranks map and pin their parts: part ``r`` begins at ``r * num_bytes``."""
+        """Let rank ``r`` map and pin from ``r * num_bytes`` on; part 0 is the caller's."""
 
     @abstractmethod
     def reserve(self, num_pages: int) -> int:

@@ -47,10 +47,7 @@ class HostBuffer:
         *,
         is_populated: bool = True,
     ) -> HostBuffer:
-        """Create a zeroed buffer: the first of equal parts, each with pages of one of ``nodes``.
-
-        If not ``is_populated``, the caller knows that there will be memory.
-        """
+        """Create a zeroed buffer of equal parts on ``nodes``; check unless memory is known."""
         file_bytes = num_bytes * len(nodes)
         if is_populated:
             fd = create_memfd(name, file_bytes, functools.partial(touch_pages, nodes=nodes))

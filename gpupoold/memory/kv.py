@@ -195,10 +195,7 @@ class KvMemory(KvExtents):
         return group.blocks
 
     def _unmapped_for(self, num_blocks: int) -> tuple[list[int], list[int]]:
-        """Return unmapped extents with at least ``num_blocks``, if available, and the blocks.
-
-        Excludes the null block's extent, which kernels access at any time.
-        """
+        """Return unmapped extents for ``num_blocks``, and these; never the null block's extent."""
         extents: list[int] = []
         blocks: list[int] = []
         for extent in self.index.each(Place.UNMAPPED):

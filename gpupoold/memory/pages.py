@@ -112,10 +112,7 @@ class PagePool:
             self._count_unbound(_num_pages(runs))
 
     def bind(self, owner: WeightsId, first: int, num_pages: int) -> list[PageRun]:
-        """Allocate up to ``num_pages`` with an owner's contents, which begin with page ``first``.
-
-        If contents of that page are not left, further contents of the owner are given up.
-        """
+        """Allocate an owner's contents from page ``first`` on; if lost, give up further ones."""
         unbound = self._unbound.get(owner)
         if unbound is None or unbound.first != first:
             self.forget(owner)

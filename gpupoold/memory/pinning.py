@@ -120,11 +120,7 @@ class _Range:
 
 
 class PinnedMemory:
-    """The host ranges that one driver context pins, for any thread.
-
-    A thread pins the ranges of ``pin_later``, the most recently used first, and before these unpins
-    the ranges of ``unpin_later``.
-    """
+    """The host ranges that one driver context pins, for any thread."""
 
     def __init__(
         self,
@@ -185,10 +181,7 @@ class PinnedMemory:
         self._start_thread(lambda: self._leaving.append((held, then)))
 
     def split(self, address: int, num_bytes: int) -> Iterator[HostPart]:
-        """Yield the parts of a host range, each within one registration or outside of all.
-
-        CUDA refuses a copy that touches two registrations, or one and other memory.
-        """
+        """Yield parts by registrations: CUDA refuses a copy across the bounds of one."""
         starts, ends = self._registrations
         at, end = address, address + num_bytes
         index = bisect_right(starts, at) - 1  # the last registration that begins at or before

@@ -168,11 +168,7 @@ class SlabAllocator:
         return shape.num_blocks - shape.num_used + num_new * shape.layout.num_blocks
 
     def allocate(self, block_bytes: int, num_blocks: int) -> Allocation | None:
-        """Allocate ``num_blocks`` of a shape, all or nothing: None without space.
-
-        Free blocks of the shape's slabs come first, then new slabs; few and long runs within a
-        slab.
-        """
+        """Allocate blocks in few, long runs, all or nothing, of free slabs first; else None."""
         if num_blocks < 0:
             raise ValueError(f"{num_blocks} KV blocks requested: must not be negative")
         if num_blocks > self.num_free_blocks(block_bytes):

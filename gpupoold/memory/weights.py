@@ -157,11 +157,7 @@ class WeightMemory:
         return self.address_range.address
 
     def load(self, num_pages: int | None = None) -> int:
-        """Load the next ``num_pages``, or all missing pages; return the number of copied bytes.
-
-        Waits for an earlier ``begin_load``, whose bytes are not counted. Raises OutOfPages; pages
-        present or in transfer stay.
-        """
+        """Load the next pages, after a ``begin_load``; return the copied bytes, or OutOfPages."""
         self.wait()
         end = self.num_pages if num_pages is None else self._num_loaded + num_pages
         missing = range(self._num_loaded, min(end, self.num_pages))

@@ -88,10 +88,7 @@ def num_ahead(device: DeviceState, now_s: float) -> int:
 
 
 def _gets_room(device: DeviceState, request: Request, kept: Collection[str], now_s: float) -> bool:
-    """Return whether a request that can be on time fits after late requests gave memory back.
-
-    Starving requests and the requests ``kept`` keep their memory.
-    """
+    """Return whether a request on time fits once late ones gave up memory, not starving ones."""
     if request not in _order(device, request.model.name, now_s).on_time:
         return False
     for name in list(device.queued):

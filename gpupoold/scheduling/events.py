@@ -181,10 +181,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """A device can run a model: the engine exists, and the snapshot is in host memory.
-
-    ``costs`` hold for devices of the same kind; None means the costs of ``ModelAdded``.
-    """
+    """Engine and snapshot are at hand; ``costs`` are for the kind, None for ``ModelAdded``'s."""
 
     device: int
     model: str

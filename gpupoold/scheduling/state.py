@@ -145,11 +145,7 @@ def phase_after(phase: RequestPhase, trigger: Trigger, request: str) -> RequestP
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A live request. ``device`` is None while held.
-
-    ``expected_tokens`` is the expected length of its answer at arrival, at most ``max_tokens``;
-    ``rule`` chose its device.
-    """
+    """A live request, held without a device; the answer has about ``expected_tokens``."""
 
     id: str
     model: Model

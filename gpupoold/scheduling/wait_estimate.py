@@ -149,10 +149,7 @@ def next_token_in_s(state: State, request: Request, now_s: float) -> float | Non
 def drain_of(
     state: State, model: Model | None, now_s: float, max_tokens: MaxTokens = _unbounded
 ) -> Drain:
-    """Return the expected ends of a model's answers, or of all, assuming that requests follow.
-
-    ``max_tokens`` returns a request's limit. Models without a device are left out.
-    """
+    """Return the expected ends of answers of models with devices, as requests go on."""
     requests = [request for request in state.requests.values() if model in (None, request.model)]
     return _drain(requests, state, now_s, max_tokens)
 

@@ -33,10 +33,7 @@ _SWITCH_ORDERS = {"latest": "id DESC", "slowest": "total_s DESC, id DESC"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRow(RequestRecord):
-    """A finished request with its last device, None if the request never ran.
-
-    ``tbt_*_s`` are figures of the times between tokens.
-    """
+    """A finished request with its last device, None if the request never ran."""
 
     device: DeviceId | None
     tbt_p50_s: float | None

@@ -32,10 +32,7 @@ MINUTE_S = 60
 
 @dataclass(slots=True)
 class Counts(TimedCounts):
-    """Counts with lateness and latencies, which can be added.
-
-    ``first_token`` divides the sum of ``ttft`` by stage, ``between_tokens`` the sum of ``tbt``.
-    """
+    """Sums; ``first_token`` divides that of ``ttft`` by stage, ``between_tokens`` of ``tbt``."""
 
     ttft: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
@@ -194,10 +191,7 @@ class ModelStats:
         return (all_in_time - in_time) / (all_tokens - tokens) if all_tokens > tokens else None
 
     def attainment_minutes(self) -> list[float | None]:
-        """Return the attainment of each minute of the last hour, the present minute last.
-
-        Values have four digits: these are most of the data for ``gpupool top`` with many models.
-        """
+        """Return each minute's attainment, with four digits to be short, the present last."""
         if self._attainments is None:
             self._attainments = [*map(_short, self._minutes)]
         return [*self._attainments, _short(self.now)]

@@ -161,11 +161,7 @@ class ModelController(ModelPart):
         self._fleet.wake(*self._order)
 
     async def add(self, name: str, expected_bytes: int) -> None:
-        """Return when a model that a client adds is open on a first device.
-
-        The model counts as being added until :meth:`end_addition`; the caller removes a model that
-        fails.
-        """
+        """Return when a model, being added until :meth:`end_addition`, is open on a device."""
         lane = self._lanes[name]
         lane.is_added, lane.expected_bytes = True, expected_bytes
         lane.waits.clear()
@@ -202,10 +198,7 @@ class ModelController(ModelPart):
         await self._wait(name, self._lanes[name].removed)
 
     async def replace(self, name: str, engine: dict[str, str]) -> None:
-        """Return when all engines of a model have the options ``engine``; a failed try is repeated.
-
-        The caller changes the model for a user, and then registers the options.
-        """
+        """Return when all engines have the options; the caller registers the options then."""
         lane = self._lanes[name]
         kept = [wait for wait in lane.waits.items() if not wait[0].startswith(StepKind.REPLACE)]
         lane.waits, lane.engine = dict(kept), engine

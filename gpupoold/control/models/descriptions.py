@@ -26,10 +26,7 @@ _OF_STEPS = ("dtype", "max_model_len", "engine")
 def model_info(
     row: ModelRow, state: ModelState | None = None, loaded: LoadedModel | None = None
 ) -> ModelInfo:
-    """Return a registry row as a body of the admin API; ``state`` replaces the stored state.
-
-    ``loaded`` has the facts of the engines, None before the first load.
-    """
+    """Return a row as a body of the admin API; ``loaded`` are facts of engines, if any."""
     spec = row.spec
     described = vars(spec) | {"max_model_len": row.loaded_max_model_len or spec.max_model_len}
     targets = asdict(described.pop("targets"))

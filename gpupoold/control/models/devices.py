@@ -165,10 +165,7 @@ class EngineRoom(ModelPart):
         await self._claim(model, worker, reason)
 
     async def settle(self, name: str, worker: Worker, reason: HostingReason) -> None:
-        """Let other engines make place if a loaded engine is larger than expected.
-
-        Raises EnginesFull if they may not leave; the caller unloads the engine.
-        """
+        """Let engines make place for a loaded one larger than expected, or EnginesFull."""
         memory = self._fleet.hosts.of(name, worker.number).memory
         model = HostingModel(name, need_bytes={worker.number: memory.device_bytes})
         await self._claim(model, worker, reason)

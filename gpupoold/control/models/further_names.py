@@ -130,10 +130,7 @@ class ModelAdapters(ModelPart):
         self._tasks: set[asyncio.Task[ModelRow]] = set()
 
     async def add(self, request: AddAdapterRequest) -> AsyncIterator[Progress]:
-        """Find, check and add an adapter; with ``check_only`` the adapter is not added.
-
-        An engine that does not take the adapter is replaced first; its requests go on.
-        """
+        """Find, check and add an adapter; an engine that does not take it is replaced."""
         await check_names_free(self._registry, (request.name,))
         proposal = self._fleet.propose((request.name,))
         try:

@@ -244,10 +244,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         await self.mounts.mount(name)
 
     async def _have_same_engine(self, old: ModelSpec, new: ModelSpec) -> bool:
-        """Return whether the options that differ concern only the API.
-
-        Engines have the parser of reasoning too, which may be found in another chat template.
-        """
+        """Return whether only options of the API differ; engines have the reasoning parser too."""
         if engine_part(old.engine) != engine_part(new.engine):
             return False
         before, after = [await self.inspector.parsers(spec) for spec in (old, new)]

@@ -59,11 +59,7 @@ class ModelMounts(ModelPart):
         await self.publish()
 
     async def open(self, name: str) -> None:
-        """Open a loaded model for requests.
-
-        The frontends get the state first, and the answer to the mount confirms the state: a client
-        that reads ``ready`` can use the model.
-        """
+        """Open a loaded model; each frontend has the state before the answer to the mount."""
         async with self._in_turn:
             if self._fleet.breakers.close(name, time.monotonic()):
                 self._history.record_event(

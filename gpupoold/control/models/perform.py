@@ -247,11 +247,7 @@ class Performer(ModelPart):
             raise
 
     async def _replace(self, row: ModelRow, worker: Worker, reason: HostingReason) -> None:
-        """Build an engine with the model's options beside the present engine, which serves on.
-
-        Then the worker's requests go on in the new engine, after the tokens that their clients
-        have.
-        """
+        """Build an engine with the model's options, which then takes over the worker's requests."""
         spec, name = row.spec, row.spec.name
         given = self._snapshots.cached(name, worker)
         budget_s = _PROFILING_BUDGET_S[worker.device.kind]
@@ -470,10 +466,7 @@ class Failures(ModelPart):
         return candidates
 
     def worker_down(self, worker: Worker, death: Death) -> None:
-        """Attribute the end of a worker, and requeue the requests there.
-
-        A device whose hardware failed is drained if another device is in service.
-        """
+        """Attribute an end, requeue requests; drain failed hardware if another serves."""
         candidates = self.crashed(worker.number, death)
         is_draining = self._fleet.is_device_draining
         others = [

@@ -113,10 +113,7 @@ class ModelSnapshots(ModelPart):
     async def for_load(
         self, spec: ModelSpec, worker: Worker, expected_bytes: int
     ) -> CachedSnapshot | None:
-        """Return the model's snapshot for a worker, reading the disk if needed.
-
-        If the result is None, the worker must make the snapshot; host memory is then reserved.
-        """
+        """Return the snapshot, perhaps from disk, or None after reserving host memory."""
         if worker.device.kind == "sim" or worker.ready is None:
             return None
         snapshot = self.cached(spec.name, worker) or await self.read(spec, worker)

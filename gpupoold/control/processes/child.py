@@ -115,11 +115,7 @@ class Child(Generic[T]):
         environment: Mapping[str, str] | None = None,
         starter: Starter = execute,
     ) -> Child[T]:
-        """Start the module by ``starter``; the child reports readiness by a message.
-
-        ``fd_options`` are further options with descriptors as values. Raises OSError if the process
-        or the log file could not be created.
-        """
+        """Start the module, which reports readiness by a message. Raises OSError."""
         ours, theirs = socket.socketpair()
         channel: AsyncChannel[T] | None = None
         try:
@@ -153,11 +149,7 @@ class Child(Generic[T]):
             self._process.kill()
 
     async def ended(self) -> int | None:
-        """Return the exit status of a child that has closed the channel or must end.
-
-        A child that does not end is killed. None is an unknown status: the fork server did not
-        answer.
-        """
+        """Return the status, None if unknown, of a child that must end, else is killed."""
         self.channel.close()
         for wait_s in (_LEAVING_S, _DYING_S):
             with contextlib.suppress(TimeoutError):

@@ -57,11 +57,7 @@ def bound_for(priority: Priority, bound: int, keys: Keyring | None) -> int:
 
 
 class Overload:
-    """Bounds of the queues, and the refusal of requests beyond the bounds.
-
-    ``limits`` may be replaced at any time; ``on_refused`` gets the model and the reason of each
-    refusal. Not thread-safe.
-    """
+    """Bounds of the queues, replaceable at any time, and refusals; not thread-safe."""
 
     def __init__(
         self,

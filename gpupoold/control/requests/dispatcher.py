@@ -216,11 +216,7 @@ class Dispatcher:
             self.shell.handle(e.Unhosted(worker.number, name))
 
     def withdraw(self, name: str, worker: Worker, *, is_evicted: bool = False) -> list[LiveRequest]:
-        """Remove a model from a worker; return the requests there for :meth:`go_elsewhere`.
-
-        With ``is_evicted`` for another model's engine. Raises Refused while a request is migrating
-        from or to the worker.
-        """
+        """Remove a model from a worker without migrations; return requests to go elsewhere."""
         number = worker.number
         requests = self.live.of_model(name)
         if any(request.migration and request.migration.concerns(number) for request in requests):

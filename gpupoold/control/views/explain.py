@@ -70,11 +70,7 @@ class Explainer(ModelPart):
         self._cache = cache
 
     async def why(self, name: str) -> Why:
-        """Explain a model, a live request or a finished request.
-
-        An unambiguous part of a request's id suffices. Of several requests of one HTTP request the
-        first is explained.
-        """
+        """Explain a model or a request, by a part of an id too, of an HTTP request the first."""
         row = await self._registry.get(name)
         if row is not None:
             return Why(model=self.model(row))

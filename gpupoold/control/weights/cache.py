@@ -39,10 +39,7 @@ class SnapshotId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CachedSnapshot:
-    """A snapshot: the daemon's memfd descriptor, and the digest of the layout.
-
-    ``self_check`` has the tokens of the self-check, ``nodes`` the NUMA node of each GPU's part.
-    """
+    """A snapshot: memfd, layout, tokens of the self-check, the NUMA node of each GPU's part."""
 
     fd: int
     num_bytes: int
@@ -201,10 +198,7 @@ class SnapshotCache:
         return self._last_used_at.get(model)
 
     def last_use_of(self, of: SnapshotId) -> float:
-        """Return the time of a snapshot's last use in wall-clock seconds.
-
-        With one snapshot only, or before its first use on a device, each use of the model counts.
-        """
+        """Return the last use of a snapshot in wall-clock seconds, if unknown of its model."""
         model_at = self._last_used_at.get(of.model, 0.0)
         return self._uses.get(of, model_at) if len(self.of_model(of.model)) > 1 else model_at
 

@@ -57,10 +57,7 @@ class SavedSnapshots:
         return (await self.sizes()).get(SnapshotId(model.name, degree))
 
     async def read(self, of: SnapshotId, nodes: Sequence[int]) -> SavedSnapshot | None:
-        """Return a saved snapshot, or None; the caller owns the descriptor.
-
-        The part of each GPU gets memory of one of the NUMA ``nodes``.
-        """
+        """Return a saved snapshot, each GPU's part on its node, or None; the caller owns it."""
         key = self._keys.get(of)
         if key is None or not self.budget_bytes:
             return None

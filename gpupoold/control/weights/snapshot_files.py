@@ -99,11 +99,7 @@ class SnapshotFiles:
         self._writing = threading.Lock()
 
     def save(self, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]) -> None:
-        """Write the snapshot behind the memfd ``fd``, which the caller keeps, completely or not at
-        all.
-
-        Raises Failed if the disk is full, or writing failed.
-        """
+        """Write the snapshot behind the caller's ``fd``, completely or not at all, else Failed."""
         path = self._path(key)
         draft = path.with_name(path.name + _DRAFT_SUFFIX)
         num_bytes = os.fstat(fd).st_size
@@ -145,11 +141,7 @@ class SnapshotFiles:
         _remove(self._path(key))
 
     def remove_others(self, wanted: Callable[[], Iterable[str]]) -> None:
-        """Delete leftovers of interrupted saves, and all snapshots without one of the ``wanted``
-        keys.
-
-        The keys are asked for between two saves, because a saved snapshot may have a new key.
-        """
+        """Delete leftovers and unwanted snapshots, by the keys wanted between two saves."""
         with self._writing:
             keys = set(wanted())
             for path in self._folder.glob(f"*{_SNAPSHOT_SUFFIX}{_DRAFT_SUFFIX}"):

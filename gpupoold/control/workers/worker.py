@@ -349,11 +349,7 @@ def engine_environment(settings: Settings) -> dict[str, str]:
 
 
 def compute_threads(settings: Settings) -> int:
-    """Return the compute threads per GPU of an emulated device.
-
-    One core stays free for the daemon and the frontend: a spinning thread without a core stalls
-    all.
-    """
+    """Return the threads per GPU of an emulated device; the daemon keeps a core."""
     return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, _num_computing(settings)))
 
 

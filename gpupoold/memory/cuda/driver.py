@@ -174,11 +174,7 @@ class CudaDriver:
         return int(self._call("cuDriverGetVersion")) >= _BATCH_COPY_VERSION
 
     def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Copy ``(target, source, num_bytes)`` in stream order, in any order within the batch.
-
-        The stream must not be the legacy default stream. One bad or empty copy fails the whole
-        call.
-        """
+        """Copy in stream order, not on the legacy stream; one bad or empty copy fails the call."""
         pointer = self._driver.CUdeviceptr
         targets = [pointer(target) for target, _, _ in copies]
         sources = [pointer(source) for _, source, _ in copies]

@@ -113,10 +113,7 @@ class Policy(ABC):
         return turn
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
-        """Return the queue behind the present turn, by the rules of ``upcoming``; changes nothing.
-
-        The default has the other models with requests, without times: whole answers are served.
-        """
+        """Return the queue behind the present turn; by default without times."""
         on_turn = device.turn.model if device.turn else None
         names = dict.fromkeys([*device.working, *device.queued])
         return [InLine(name, Rule.UNTIL_DONE) for name in names if name != on_turn]

@@ -206,10 +206,7 @@ class GpupoolPolicy(Policy):
         return rank_planned_turns(plan.planned_turns, max(left_s, 0.0), plan.switching.is_exposed)
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """End a turn early for requests that arrived later and cannot wait for its end.
-
-        A background turn ends at once for others. ``chunk_tokens`` is adapted to the batch.
-        """
+        """End a turn early for later urgent requests, a background turn at once."""
         began_s = device.turn_began_s
         chunk_tokens = self._chunk_tokens(turn.model, device, now_s)
         if chunk_tokens != turn.chunk_tokens:

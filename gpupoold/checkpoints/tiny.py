@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder, write_metadata
 from gpupoold.checkpoints.tiny_tokenizer import MAX_POSITION_EMBEDDINGS, VOCAB_SIZE, write_tokenizer
@@ -28,6 +28,8 @@ from gpupoold.units import format_bytes, parse_size_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from gpupoold.latency.shape import ModelShape
 
 HEAD_DIM = 64
 NUM_EXPERTS = 4
@@ -80,8 +82,10 @@ class Shape:
     """Sizes that scale with the requested number of bytes."""
 
     num_heads: int
+    num_kv_heads: int
     num_layers: int
     intermediate_size: int
+    head_dim: ClassVar[int] = HEAD_DIM
 
     @property
     def hidden_size(self) -> int:
@@ -113,9 +117,12 @@ class TensorSpec:
 def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
     """Make (or keep, if present) one checkpoint below ``parent``.
 
-    ``recipe.size_bytes`` counts the weights at float32; bfloat16 files have half the size. Raises
-    UsageError: the architecture or dtype is unknown, no shape is near the size, or the folder
-    cannot be created. Raises Refused: the target folder exists and was not made by this function.
+    ``recipe.size_bytes`` counts the weights at float32; bfloat16 files have half the size.
+
+    Raises:
+        UsageError: the architecture or dtype is unknown, no shape is near the size, or the folder
+            cannot be created.
+        Refused: the target folder exists and was not made by this function.
     """
     arch = _architecture(recipe)
     shape = shape_for(arch, recipe.size_bytes, recipe.num_gpus)
@@ -129,7 +136,8 @@ def make_checkpoint(parent: Path, recipe: Recipe) -> Path:
     with whole_folder(target) as folder:
         silent = write_tokenizer(folder)
         _write_weights(folder, arch, shape, recipe, silent)
-        write_metadata(folder, _config(arch, shape, recipe.dtype), RECIPE_FILE, asdict(recipe))
+        config = config_of(arch, shape, recipe.dtype, VOCAB_SIZE, MAX_POSITION_EMBEDDINGS)
+        write_metadata(folder, config, RECIPE_FILE, asdict(recipe))
     return target
 
 
@@ -144,10 +152,10 @@ def shape_for(arch: Architecture, size_bytes: int, num_gpus: int = 1) -> Shape:
         shape
         for shape in (_shapes(arch, size_bytes) if in_range else ())
         if abs(num_weight_bytes(arch, shape) / size_bytes - 1) < _SIZE_TOLERANCE
-        and _num_kv_heads(arch, shape) % num_gpus == 0
+        and shape.num_kv_heads % num_gpus == 0
     ]
     if not candidates:
-        least = num_weight_bytes(arch, Shape(2 * num_gpus, 2, HEAD_DIM * 2))
+        least = num_weight_bytes(arch, _shape(arch, 2 * num_gpus, 2, HEAD_DIM * 2))
         among = "" if num_gpus == 1 else f" that {num_gpus} GPUs can divide"
         raise UsageError(
             f"no {arch.checkpoint_name} has about {format_bytes(size_bytes)} of weights{among}",
@@ -165,10 +173,12 @@ def num_weight_bytes(arch: Architecture, shape: Shape) -> int:
     return 4 * (one + (shape.num_layers - 1) * (two - one))
 
 
-def tensor_specs(arch: Architecture, shape: Shape) -> Iterator[TensorSpec]:
+def tensor_specs(
+    arch: Architecture, shape: Shape | ModelShape, vocab_size: int = VOCAB_SIZE
+) -> Iterator[TensorSpec]:
     """Yield every tensor of the checkpoint with its Hugging Face name, in a fixed order."""
     hidden = shape.hidden_size
-    yield TensorSpec("model.embed_tokens.weight", (VOCAB_SIZE, hidden), std=1.0)
+    yield TensorSpec("model.embed_tokens.weight", (vocab_size, hidden), std=1.0)
     for index in range(shape.num_layers):
         prefix = f"model.layers.{index}."
         yield _norm(prefix + "input_layernorm", hidden)
@@ -176,25 +186,27 @@ def tensor_specs(arch: Architecture, shape: Shape) -> Iterator[TensorSpec]:
         yield _norm(prefix + "post_attention_layernorm", hidden)
         yield from _mlp_specs(arch, shape, prefix)
     yield _norm("model.norm", hidden)
-    yield _linear("lm_head", hidden, VOCAB_SIZE, _LOGIT_STD)
+    yield _linear("lm_head", hidden, vocab_size, _LOGIT_STD)
 
 
-def _attention_specs(arch: Architecture, shape: Shape, prefix: str) -> Iterator[TensorSpec]:
-    hidden = shape.hidden_size
-    kv_width = _num_kv_heads(arch, shape) * HEAD_DIM
+def _attention_specs(
+    arch: Architecture, shape: Shape | ModelShape, prefix: str
+) -> Iterator[TensorSpec]:
+    hidden, q_width = shape.hidden_size, shape.num_heads * shape.head_dim
+    kv_width = shape.num_kv_heads * shape.head_dim
     # A q/k norm removes any scale of the projections, so the norm has the gain.
     gain = 1.0 if arch.qk_norm else _QUERY_KEY_GAIN
-    for name, width, std in (("q", hidden, gain), ("k", kv_width, gain), ("v", kv_width, 1.0)):
+    for name, width, std in (("q", q_width, gain), ("k", kv_width, gain), ("v", kv_width, 1.0)):
         yield _linear(f"{prefix}{name}_proj", hidden, width, std)
         if arch.qkv_bias:
             yield TensorSpec(f"{prefix}{name}_proj.bias", (width,), std=_BIAS_STD)
     if arch.qk_norm:
-        yield _norm(prefix + "q_norm", HEAD_DIM, mean=_QUERY_KEY_GAIN)
-        yield _norm(prefix + "k_norm", HEAD_DIM, mean=_QUERY_KEY_GAIN)
-    yield _linear(prefix + "o_proj", hidden, hidden, _OUTPUT_GAIN)
+        yield _norm(prefix + "q_norm", shape.head_dim, mean=_QUERY_KEY_GAIN)
+        yield _norm(prefix + "k_norm", shape.head_dim, mean=_QUERY_KEY_GAIN)
+    yield _linear(prefix + "o_proj", q_width, hidden, _OUTPUT_GAIN)
 
 
-def _mlp_specs(arch: Architecture, shape: Shape, prefix: str) -> Iterator[TensorSpec]:
+def _mlp_specs(arch: Architecture, shape: Shape | ModelShape, prefix: str) -> Iterator[TensorSpec]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     if not arch.num_experts:
         yield _linear(prefix + "mlp.gate_proj", hidden, inner, 1.0)
@@ -217,20 +229,21 @@ def _norm(name: str, width: int, mean: float = 1.0) -> TensorSpec:
     return TensorSpec(name + ".weight", (width,), std=0.1, mean=mean)
 
 
-def _num_kv_heads(arch: Architecture, shape: Shape) -> int:
-    return shape.num_heads // 2 if arch.grouped_query else shape.num_heads
+def _shape(arch: Architecture, num_heads: int, num_layers: int, width: int) -> Shape:
+    return Shape(num_heads, num_heads // (2 if arch.grouped_query else 1), num_layers, width)
 
 
 def _shapes(arch: Architecture, size_bytes: int) -> Iterator[Shape]:
     """Yield, for each width and depth, the shape with the MLP width nearest to ``size_bytes``."""
     for num_heads in range(2, 33, 2):
         for num_layers in range(2, 33):
-            least = Shape(num_heads, num_layers, HEAD_DIM)
+            least = _shape(arch, num_heads, num_layers, HEAD_DIM)
             base = num_weight_bytes(arch, least)
             if base > size_bytes:
                 break
-            step = num_weight_bytes(arch, Shape(num_heads, num_layers, 2 * HEAD_DIM)) - base
-            yield Shape(num_heads, num_layers, HEAD_DIM * (1 + round((size_bytes - base) / step)))
+            step = num_weight_bytes(arch, replace(least, intermediate_size=2 * HEAD_DIM)) - base
+            width = HEAD_DIM * (1 + round((size_bytes - base) / step))
+            yield replace(least, intermediate_size=width)
 
 
 def _ugliness(shape: Shape) -> float:
@@ -257,18 +270,20 @@ def _read_recipe(folder: Path) -> dict[str, Any] | None:
     return recipe
 
 
-def _config(arch: Architecture, shape: Shape, dtype: str) -> dict[str, Any]:
+def config_of(
+    arch: Architecture, shape: Shape | ModelShape, dtype: str, vocab_size: int, max_positions: int
+) -> dict[str, Any]:
     config = {
         "architectures": [arch.hf_class],
         "model_type": arch.model_type,
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": _num_kv_heads(arch, shape),
-        "head_dim": HEAD_DIM,
-        "max_position_embeddings": MAX_POSITION_EMBEDDINGS,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": max_positions,
         "dtype": dtype,
     }
     if arch.num_experts:

@@ -11,6 +11,7 @@ import pytest
 from gpupoold.checkpoints import dummy as dummy
 from gpupoold.checkpoints.check import check_checkpoint
 from gpupoold.checkpoints.survey import estimate_weight_bytes
+from gpupoold.checkpoints.tiny import ARCHITECTURES
 from gpupoold.errors import Refused, UsageError
 from gpupoold.latency.shape import builtin_shapes, from_hf_config
 
@@ -37,7 +38,9 @@ def test_it_reads_like_the_real_checkpoint(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", sorted(builtin_shapes()))
 def test_tensors_add_up_for_every_shape(name: str) -> None:
     shape = builtin_shapes()[name]
-    tensors = dummy.tensors_of(shape, qkv_bias=name.startswith("Qwen"))
+    tensors = dummy.tensors_of(
+        ARCHITECTURES["qwen2" if name.startswith("Qwen") else "llama"], shape
+    )
     assert len({tensor.name for tensor in tensors}) == len(tensors)
     vocab_size, hidden = tensors[0].shape
     assert hidden == shape.hidden_size
@@ -47,7 +50,7 @@ def test_tensors_add_up_for_every_shape(name: str) -> None:
 def test_parameters_that_make_no_vocabulary_are_refused() -> None:
     odd = replace(builtin_shapes()["Qwen2.5-7B"], num_parameters=7_615_616_513)
     with pytest.raises(UsageError, match="no vocabulary size gives"):
-        dummy.tensors_of(odd, qkv_bias=True)
+        dummy.tensors_of(ARCHITECTURES["qwen2"], odd)
 
 
 def test_made_once(folder: Path) -> None:

@@ -53,7 +53,10 @@ def check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     found = check_text(text) + check_on_machine(text, find_machine)
     problems = sorted(found, key=lambda problem: problem.line or 0)
     if as_json:
-        shown = [_problem_fields(problem) for problem in problems]
+        shown = [
+            {"key": found.key, "line": found.line, "problem": found.what, "hint": found.hint}
+            for found in problems
+        ]
         output.print_json({"path": None if path is None else str(path), "problems": shown})
     elif path is None:
         say("there is no file: the defaults hold")
@@ -136,8 +139,7 @@ def _print_changes(changes: list[ChangeInfo], titles: tuple[str, str] = ("NOW", 
 
 
 def _row(change: ChangeInfo) -> list[str]:
-    sides = (change.before, change.after)
-    shown = ["hidden" if change.is_hidden else value_text(side) for side in sides]
+    shown = map(value_text, (change.before, change.after))
     return [change.key, *shown, _EFFECTS[change.effect]]
 
 
@@ -146,10 +148,6 @@ def _print_problem(path: Path, problem: Problem) -> None:
     output.print_line(f"{place}: {problem}")
     if problem.hint:
         output.print_line(f"    {problem.hint}")
-
-
-def _problem_fields(problem: Problem) -> dict[str, object]:
-    return {"key": problem.key, "line": problem.line, "problem": problem.what, "hint": problem.hint}
 
 
 def _named(path: str | None) -> str:
@@ -161,7 +159,7 @@ def as_toml(info: ConfigInfo, *, with_origin: bool) -> str:
 
     The arithmetic of values that were worked out is always added.
 
-    The text is valid TOML: keys that are not set, or hidden, are comments.
+    The text is valid TOML: keys that are not set are comments.
     """
     sections: dict[str, list[SettingInfo]] = {}
     for setting in info.settings:
@@ -199,8 +197,6 @@ def _comment(setting: SettingInfo, with_origin: bool) -> str:
 
 def _line(setting: SettingInfo) -> str:
     key = setting.key.rpartition(".")[2]
-    if setting.is_hidden:
-        return f"# {key} is hidden"
     return (
         f"# {key} is not set" if setting.value is None else f"{key} = {value_text(setting.value)}"
     )

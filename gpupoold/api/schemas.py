@@ -7,19 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from gpupoold.domain import (
-    BatchRecord,
-    DeviceActivity,
-    DeviceFacts,
-    DeviceUse,
-    Event,
-    Folder,
-    LargestTransfer,
-    MainCounts,
-    MemoryUse,
-    Percentiles,
-    UseCounts,
-)
+from gpupoold import domain
 from gpupoold.durations import LoadStages
 from gpupoold.units import checked_pace
 
@@ -77,7 +65,7 @@ class GpuInfo(Body):
     used_bytes: int | None = None
 
 
-class DeviceInfo(Body, DeviceActivity, DeviceFacts):
+class DeviceInfo(Body, domain.DeviceActivity, domain.DeviceFacts):
     """A device and its worker.
 
     ``num_waiting_for_kv`` requests wait for free KV memory. ``quota_s`` None means an unlimited
@@ -178,7 +166,7 @@ class _UsageHead:
     num_waiting: int
 
 
-class ModelUsage(Body, Percentiles, MainCounts, MemoryUse, _UsageHead):
+class ModelUsage(Body, domain.Percentiles, domain.MainCounts, domain.MemoryUse, _UsageHead):
     """A model's present state and recent past; times are None before the first measurement.
 
     Bytes are sums over devices. ``cached_bytes`` counts the snapshots in host memory, each shared
@@ -302,7 +290,7 @@ class MachineInfo(BaseModel):
     """
 
     config_path: str | None
-    folders: list[Folder]
+    folders: list[domain.Folder]
     open_files: int | None
     processes: int | None
     locked_bytes: int | None
@@ -317,7 +305,7 @@ class _User:
     key_name: str
 
 
-class UseInfo(Body, UseCounts, _User):  # the body has the fields of _User first
+class UseInfo(Body, domain.UseCounts, _User):  # the body has the fields of _User first
     """Use of a model with an API key; ``api_key`` and ``key_name`` are empty without one."""
 
 
@@ -326,11 +314,11 @@ class UsageInfo(Body):
 
     since: float
     uses: list[UseInfo]
-    devices: list[DeviceUse]
+    devices: list[domain.DeviceUse]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchInfo(BatchRecord):
+class BatchInfo(domain.BatchRecord):
     """A batch for the operator, with at most eight models.
 
     ``key`` is the name of the API key, its id if the key was removed, empty without one. ``reason``
@@ -434,7 +422,7 @@ class TurnInfo:
     began_at: float
     seconds: float
     num_tokens: int
-    switch_kind: LargestTransfer
+    switch_kind: domain.LargestTransfer
     switch_s: float
     did_run: bool = True
 
@@ -466,7 +454,7 @@ class Top(Running):
     models: list[TopModel]
     turns: list[TurnInfo]
     last_turn_id: int
-    events: list[Event]
+    events: list[domain.Event]
     last_event_id: int
 
 
@@ -492,14 +480,14 @@ class CancelledRequest(Body):
 class SettingInfo(BaseModel):
     """A key, its value as written in a file, and the value's origin.
 
-    ``value`` is None for a key that is not set or hidden. ``reason`` has the arithmetic of a value
-    that was worked out from the machine. ``effect`` says when a change applies:
-    ``live`` at once, ``loads`` for models loaded later, ``restart`` after a restart of gpupoold.
+    ``value`` is None for a key that is not set; no key ``is_hidden``. ``reason`` has the arithmetic
+    of a value that was worked out from the machine. ``effect`` says when a change applies: ``live``
+    at once, ``loads`` for models loaded later, ``restart`` after a restart of gpupoold.
     """
 
     key: str
     value: Any
-    is_hidden: bool
+    is_hidden: bool = False
     origin: Origin
     effect: EffectName
     reason: str = ""
@@ -513,12 +501,12 @@ class ConfigInfo(BaseModel):
 
 
 class ChangeInfo(BaseModel):
-    """A changed key; ``before`` and ``after`` are None if not set or hidden."""
+    """A changed key; ``before`` and ``after`` are None if not set."""
 
     key: str
     before: Any
     after: Any
-    is_hidden: bool
+    is_hidden: bool = False
     effect: EffectName
 
 

@@ -80,7 +80,8 @@ def check_text(text: str) -> list[Problem]:
     try:
         raw = loads(text)
     except tomllib.TOMLDecodeError as error:
-        line = _line_of_error(error) or text.count("\n") + 1
+        match = _AT_LINE.search(str(error))  # none for the end of the text
+        line = int(match[1]) if match else text.count("\n") + 1
         return [Problem((), f"is not valid TOML: {error}", line=line)]
     _, problems = examine(raw)
     if not problems:
@@ -209,10 +210,7 @@ def missing_gpus(file: ConfigFile) -> tuple[str, str]:
 
 
 def loads(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text.
-
-    Raises tomllib.TOMLDecodeError: the text is not TOML, or nested too deep.
-    """
+    """Return the tables of a TOML text."""
     try:
         tables = tomllib.loads(text)
     except RecursionError:
@@ -267,12 +265,6 @@ def _line_of(where: Sequence[str | int], lines: dict[Place, int]) -> int | None:
         if (line := lines.get(tuple(where[:length]))) is not None:
             return line
     return None
-
-
-def _line_of_error(error: tomllib.TOMLDecodeError) -> int | None:
-    """Return the line of a TOML error, None for the end of the text."""
-    match = _AT_LINE.search(str(error))
-    return int(match[1]) if match is not None else None
 
 
 def _header(written: object, found: dict[Place, int]) -> Place:

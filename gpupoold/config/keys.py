@@ -13,23 +13,19 @@ from typing import TypeVar
 
 from gpupoold.api.schemas import ChangeInfo, ConfigInfo, Origin, SettingInfo
 from gpupoold.config.schema import Settings
-from gpupoold.config.values import Effect, Section, effect_of, is_hidden
+from gpupoold.config.values import Effect, Section, effect_of
 
 S = TypeVar("S", bound=Section)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key with the parsed ``value`` and the value ``spelled`` as in a file.
-
-    None means not set. ``spelled`` is also None if ``is_hidden``.
-    """
+    """A key with the parsed ``value`` and the value ``spelled`` as in a file; None: not set."""
 
     key: str
     value: object
     spelled: object
     effect: Effect
-    is_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +103,6 @@ def config_info(
         SettingInfo(
             key=setting.key,
             value=setting.spelled,
-            is_hidden=setting.is_hidden,
             origin=_origin(setting.key, written, reasons),
             reason=reasons.get(setting.key, ""),
             effect=setting.effect.value,
@@ -123,7 +118,6 @@ def change_info(change: KeyChange) -> ChangeInfo:
         key=change.key,
         before=before.spelled if before is not None else None,
         after=after.spelled if after is not None else None,
-        is_hidden=any(side is not None and side.is_hidden for side in (before, after)),
         effect=change.effect.value,
     )
 
@@ -141,14 +135,8 @@ def _updated(section: S, wanted: S, name: str, keys: set[str]) -> S:
 def _of_section(name: str, section: Section, spelled: Mapping[str, object]) -> Iterator[Setting]:
     for field_name, field in type(section).model_fields.items():
         key = field.alias or field_name
-        hidden = is_hidden(field)
-        yield Setting(
-            f"{name}.{key}",
-            getattr(section, field_name),
-            None if hidden else spelled[key],
-            effect_of(field, section),
-            hidden,
-        )
+        value, effect = getattr(section, field_name), effect_of(field, section)
+        yield Setting(f"{name}.{key}", value, spelled[key], effect)
 
 
 def _by_key(settings: Settings) -> dict[str, Setting]:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -43,7 +44,7 @@ from gpupoold.config.sections import (
     SimulatedHostSettings,
     TracesSettings,
 )
-from gpupoold.config.values import Section, as_tuple, is_hidden
+from gpupoold.config.values import Section, as_tuple
 from gpupoold.errors import ConfigError
 from gpupoold.files import read_bounded
 from gpupoold.units import format_bytes, plain_problem
@@ -212,13 +213,13 @@ def chosen_path() -> Path | None:
 
 
 def parse_settings(raw: Mapping[str, Any], origin: str) -> Settings:
-    """Check parsed TOML and fill in defaults; errors name ``origin``.
-
-    Raises ConfigError: the message has the first wrong key and the number of further errors.
-    """
+    """Check parsed TOML and fill in defaults; errors name ``origin``."""
     settings, problems = examine(raw)
     if settings is None:
-        raise _config_error(origin, problems)
+        first, *others = problems
+        more = f"{len(others)} more {'problem' if len(others) == 1 else 'problems'} in this file"
+        hints = filter(None, [first.hint, more if others else ""])
+        raise ConfigError(f"{origin}: {first}", "; ".join(hints))
     return settings
 
 
@@ -286,19 +287,10 @@ def default_devices() -> list[dict[str, object]]:
     except OSError:
         num_gpus = 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        num_gpus = min(num_gpus, _num_visible(visible))
+    if visible is not None:  # CUDA reads the entries up to the first invalid entry
+        entries = takewhile(lambda entry: entry.strip() not in ("", "-1"), visible.split(","))
+        num_gpus = min(num_gpus, len(list(entries)))
     return [{"kind": "cuda", "index": index} for index in range(num_gpus)] or [{"kind": "emulated"}]
-
-
-def _num_visible(variable: str) -> int:
-    """Count the entries of ``CUDA_VISIBLE_DEVICES`` up to the first invalid entry, as CUDA does."""
-    count = 0
-    for entry in variable.split(","):
-        if entry.strip() in ("", "-1"):
-            break
-        count += 1
-    return count
 
 
 def _with_default_paths(paths: dict[str, Any]) -> dict[str, Any]:
@@ -329,10 +321,7 @@ def _default_runtime_dir(is_root: bool) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Read a configuration file; ``/dev/null`` is an empty file.
-
-    Raises ConfigError: the file is missing, no regular file, too large, or cannot be read.
-    """
+    """Read a configuration file; ``/dev/null`` is an empty file."""
     if path == Path(os.devnull):
         return ""
     try:
@@ -361,23 +350,6 @@ def known_keys() -> dict[str, tuple[str, ...]]:
     }
 
 
-def _hidden_keys() -> set[str]:
-    return {
-        f"{section}.{field.alias or name}"
-        for section, kind in sections().items()
-        for name, field in kind.model_fields.items()
-        if is_hidden(field)
-    }
-
-
-def _config_error(origin: str, problems: Sequence[Problem]) -> ConfigError:
-    """Return an error with the first problem, and the number of further problems."""
-    first, *others = problems
-    more = f"{len(others)} more {'problem' if len(others) == 1 else 'problems'} in this file"
-    more = more if others else ""
-    return ConfigError(f"{origin}: {first}", "; ".join(filter(None, [first.hint, more])))
-
-
 def _problem(problem: ErrorDetails) -> Problem:
     parts = problem["loc"]
     match problem["type"]:
@@ -394,10 +366,8 @@ def _problem(problem: ErrorDetails) -> Problem:
         case "at_key":
             return Problem(place_of(problem["ctx"]["key"]), problem["msg"])
     message = plain_problem(problem["msg"])
-    is_shown = (
-        problem["type"] != "value_error" and ".".join(map(str, parts[:2])) not in _hidden_keys()
-    )
-    return Problem(parts, f"{message}, got {problem['input']!r}" if is_shown else message)
+    got = "" if problem["type"] == "value_error" else f", got {problem['input']!r}"
+    return Problem(parts, message + got)
 
 
 def _nearest(parts: tuple[int | str, ...]) -> str:

@@ -36,13 +36,6 @@ MAX_BYTES = 1 << 60
 MAX_COUNT = (1 << 31) - 1
 
 
-class Hidden:
-    """Marks a key whose value is never shown, as in ``key: Annotated[str, HIDDEN]``."""
-
-
-HIDDEN = Hidden()
-
-
 def _size(value: object) -> object:
     if isinstance(value, str):
         return parse_size_bytes(value)
@@ -194,7 +187,3 @@ class Section(BaseModel):
 def effect_of(field: FieldInfo, section: Section | type[Section]) -> Effect:
     own = (mark for mark in field.metadata if isinstance(mark, Effect))
     return next(own, section.effect)
-
-
-def is_hidden(field: FieldInfo) -> bool:
-    return any(isinstance(mark, Hidden) for mark in field.metadata)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from typing import Annotated
 
 import pytest
-from pydantic import Field
 
-from gpupoold.config import schema as config
 from gpupoold.config.keys import changes_between, settings_of, with_changes
 from gpupoold.config.schema import Settings, known_keys, parse_settings
-from gpupoold.config.values import HIDDEN, Effect, Section
-from gpupoold.errors import ConfigError
+from gpupoold.config.values import Effect
 
 
 def parse(text: str) -> Settings:
@@ -33,25 +29,6 @@ class TestKeys:
         assert spelled["memory.kv_host"] == "3GiB"
         assert spelled["server.port"] == 80
         assert spelled["memory.reserve"] is None
-
-    def test_hidden_values_are_not_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class DoorSettings(Section):
-            password: Annotated[str, HIDDEN] = Field(default="sesame", alias="pass")
-            width: Annotated[int, Effect.LIVE] = 3
-
-        class Both(Settings):
-            door: DoorSettings = DoorSettings()
-
-        monkeypatch.setattr(config, "Settings", Both)
-        shown = {one.key: one for one in settings_of(parse('[door]\npass = "sesame"'))}
-        password, width = shown["door.pass"], shown["door.width"]
-        assert (password.spelled, password.is_hidden) == (None, True)
-        assert (width.spelled, width.effect) == (3, Effect.LIVE)
-        assert "sesame" not in str([one.spelled for one in shown.values()])
-        with pytest.raises(ConfigError) as caught:
-            parse("[door]\npass = 471147")
-        assert "door.pass: must be text" in str(caught.value)
-        assert "471147" not in str(caught.value)
 
 
 class TestChanges:

@@ -264,7 +264,7 @@ def machine() -> MachineInfo:
 
 
 def config() -> ConfigInfo:
-    """A few keys, one of them hidden."""
+    """A few keys."""
     rows: list[tuple[str, Any, Literal["file", "default"], EffectName]] = [
         ("server.host", 'a"b\x7f', "file", "restart"),
         ("server.port", 80, "default", "restart"),
@@ -275,10 +275,7 @@ def config() -> ConfigInfo:
         ("paths.model_dirs", ["/a", "/b"], "default", "live"),
     ]
     settings = [
-        SettingInfo(key=key, value=value, is_hidden=False, origin=origin, effect=effect)
+        SettingInfo(key=key, value=value, origin=origin, effect=effect)
         for key, value, origin, effect in rows
     ]
-    hidden = SettingInfo(
-        key="server.token", value=None, is_hidden=True, origin="file", effect="live"
-    )
-    return ConfigInfo(path="/etc/gpupool/gpupool.toml", settings=[*settings, hidden])
+    return ConfigInfo(path="/etc/gpupool/gpupool.toml", settings=settings)

@@ -103,7 +103,6 @@ class TestShow:
         lines = {line.partition("  #")[0].strip(): line for line in told.stdout.splitlines()}
         assert lines["port = 80"].endswith("# default")
         assert lines["allow_pickle = true"].endswith("# file")
-        assert "# token is hidden" in told.stdout
         assert "# memory is not set" in told.stdout
 
     def test_json(self, daemon: FakeDaemon, cli: Cli) -> None:
@@ -137,7 +136,6 @@ class TestDiff:
             change("log.level", "info", "debug", "live"),
             change("security.allow_pickle", False, True, "loads"),
             change("device[1].kind", None, "sim", "restart"),
-            change("server.token", None, None, "live", is_hidden=True),
         ]
         told = cli("config", "diff")
         assert told.exit_code == 0
@@ -146,9 +144,8 @@ class TestDiff:
             ["log.level", '"info"', '"debug"', "at once"],
             ["security.allow_pickle", "false", "true", "for models loaded from then on"],
             ["device[1].kind", "-", '"sim"', "after a restart of gpupoold"],
-            ["server.token", "hidden", "hidden", "at once"],
         ]
-        assert len(json.loads(cli("config", "diff", "--json").stdout)["changes"]) == 4
+        assert len(json.loads(cli("config", "diff", "--json").stdout)["changes"]) == 3
 
     def test_another_file_is_sent_as_text(self, daemon: FakeDaemon, cli: Cli, wrong: Path) -> None:
         told = cli("config", "diff", str(wrong))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,11 +15,10 @@ from gpupool_cli.options import JsonOption, PaceOption, TbtOption, TtftOption, s
 from gpupool_cli.output import columns
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import UsageError
+from gpupoold.fleet import operations
+from gpupoold.fleet.cluster import Node
+from gpupoold.fleet.operations import FleetState
 from gpupoold.units import format_bytes
-
-if TYPE_CHECKING:
-    from gpupoold.fleet.cluster import Node
-    from gpupoold.fleet.operations import FleetState
 
 app = typer.Typer(no_args_is_help=True, help="Several boxes: one entrance for their models.")
 
@@ -64,8 +63,6 @@ def up(
     ] = None,
 ) -> None:
     """Start a fleet: this node is its first and its head."""
-    from gpupoold.fleet import operations
-
     ip = ip or operations.own_ip()
     host, entrance_port = _address(listen or f"{ip}:8080")
     entrance = operations.EntranceOptions(
@@ -99,8 +96,6 @@ def join(
     ] = False,
 ) -> None:
     """Let this node join a fleet."""
-    from gpupoold.fleet import operations
-
     found = operations.join(
         socket_path_of(ctx),
         address,
@@ -116,8 +111,6 @@ def join(
 @app.command("resume")
 def resume(ctx: typer.Context) -> None:
     """Enter the fleet again after a restart of the machine."""
-    from gpupoold.fleet import operations
-
     found = operations.resume(socket_path_of(ctx))
     say(f"This node is {found.name} in the fleet at {found.ray_address} again.")
 
@@ -125,8 +118,6 @@ def resume(ctx: typer.Context) -> None:
 @app.command("leave")
 def leave(ctx: typer.Context) -> None:
     """Take this node out of its fleet; the daemon keeps its models."""
-    from gpupoold.fleet import operations
-
     found = operations.leave(socket_path_of(ctx))
     say(f"{found.name} has left the fleet at {found.ray_address}.")
 
@@ -134,16 +125,12 @@ def leave(ctx: typer.Context) -> None:
 @app.command("secret")
 def secret(ctx: typer.Context) -> None:
     """Print the secret of this node's fleet, with which other nodes join."""
-    from gpupoold.fleet import operations
-
     typer.echo(operations.secret_of(socket_path_of(ctx)))
 
 
 @app.command("status")
 def status(ctx: typer.Context, as_json: JsonOption = False) -> None:
     """Show the nodes and the models of the fleet."""
-    from gpupoold.fleet import operations
-
     found = operations.state(socket_path_of(ctx))
     if as_json:
         output.print_json(_as_json(found))
@@ -163,8 +150,6 @@ def top(
     ] = 2.0,
 ) -> None:
     """Show nodes, models and problems, refreshed until Ctrl-C."""
-    from gpupoold.fleet import operations
-
     with operations.watching(socket_path_of(ctx)) as state_now:
         output.show_live(lambda: _screen(state_now()), interval)
 
@@ -172,8 +157,6 @@ def top(
 @app.command("drain")
 def drain(ctx: typer.Context, node: NodeArgument) -> None:
     """Send a node no more requests, and place its models on others."""
-    from gpupoold.fleet import operations
-
     operations.drain(socket_path_of(ctx), node, is_draining=True)
     say(f"{node} gets no more requests; `gpupool fleet status` shows what is left there.")
 
@@ -181,8 +164,6 @@ def drain(ctx: typer.Context, node: NodeArgument) -> None:
 @app.command("undrain")
 def undrain(ctx: typer.Context, node: NodeArgument) -> None:
     """Send requests to a node again."""
-    from gpupoold.fleet import operations
-
     operations.drain(socket_path_of(ctx), node, is_draining=False)
     say(f"{node} gets requests again.")
 
@@ -200,8 +181,6 @@ def set_model(
     ] = None,
 ) -> None:
     """Change a model's targets and pace on all nodes, or the least number of nodes."""
-    from gpupoold.fleet import operations
-
     change = SetModelRequest(ttft_s=ttft, tbt_s=tbt, pace=pace)
     if change == SetModelRequest() and replicas is None:
         raise UsageError(
@@ -217,34 +196,24 @@ def rm(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model that the fleet places.")],
 ) -> None:
     """Remove a model from the fleet and all its nodes, after its running requests."""
-    from gpupoold.fleet import operations
-
     operations.remove_model(socket_path_of(ctx), model)
     say(f"{model} is removed from all nodes.")
 
 
 def _screen(found: FleetState) -> list[str]:
-    problems = [f"{what}: {why}" for what, why in sorted(found.problems.items())]
     return [
         *output.aligned(_NODES, [_node_row(node) for node in found.table.nodes]),
         "",
         *output.aligned(_MODELS, _model_rows(found)),
         "",
-        *problems,
+        *(f"{what}: {why}" for what, why in sorted(found.problems.items())),
     ]
 
 
 def _node_row(node: Node) -> list[str]:
     report = node.report
-    state = (
-        "lost"
-        if node.is_lost
-        else "draining"
-        if node.is_draining
-        else "ready"
-        if report.is_ready
-        else "starting"
-    )
+    state = "ready" if report.is_ready else "starting"
+    state = "lost" if node.is_lost else "draining" if node.is_draining else state
     load = sum(model.load for model in report.models) / max(1, node.num_devices)
     return [
         node.name,

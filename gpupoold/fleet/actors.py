@@ -179,12 +179,10 @@ class EntranceApp:
 
 
 def build_entrance() -> EntranceApp:
-    """Return the application of a replica, in the replica's process."""
     return EntranceApp()
 
 
 def stop_entrance() -> None:
-    """End the entrance."""
     serve.shutdown()
 
 
@@ -234,8 +232,7 @@ def start_entrance(options: EntranceOptions) -> None:
 def ray_node_id(ip: str) -> str:
     """Return Ray's id of the living node with an address.
 
-    Raises:
-        Failed: the cluster has no such node.
+    Raises Failed: the cluster has no such node.
     """
     nodes: list[dict[str, Any]] = ray.nodes()
     for node in nodes:

@@ -79,11 +79,7 @@ class Agent:
         self._rate_growth = RateGrowth()
 
     async def join(self, secret: str) -> FleetReport:
-        """Give the daemon the fleet's secret; an empty secret ends the membership.
-
-        Raises:
-            GpupoolError: the daemon does not answer, or refuses.
-        """
+        """Give the daemon the fleet's secret; an empty secret ends the membership."""
         return await asyncio.to_thread(self._join, secret)
 
     async def report(self, moment: Moment, uses_elsewhere: dict[str, RateUse]) -> AgentReport:
@@ -104,8 +100,7 @@ class Agent:
     async def carry_out(self, order: Order, moment: Moment) -> None:
         """Begin to carry an order out; later reports have the result.
 
-        Raises:
-            Refused: the controller is not the present one, or the model is being changed.
+        Raises Refused: the controller is not the present one, or the model is being changed.
         """
         self._check(moment)
         if order.subject in self._ongoing:
@@ -115,7 +110,6 @@ class Agent:
         self._ongoing[order.subject] = task
 
     def close(self) -> None:
-        """Close the connection of the reports."""
         client, self._client = self._client, None
         if client is not None:
             client.close()

@@ -56,8 +56,7 @@ async def until_gone(receive: Receive) -> AsyncIterator[asyncio.Event]:
 async def read_body(receive: Receive, send: Send, hold: Callable[[int], bool]) -> bytes | None:
     """Return a body; None after a refusal. ``hold`` is asked for each part's bytes.
 
-    Raises:
-        ClientGone: the client has left.
+    Raises ClientGone: the client has left.
     """
     parts, num_bytes = [], 0
     while True:
@@ -78,11 +77,7 @@ async def read_body(receive: Receive, send: Send, hold: Callable[[int], bool]) -
 
 
 async def read_answer(answer: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a node's answer.
-
-    Raises:
-        ValueError: the body is too long.
-    """
+    """Return the body of a node's answer. Raises ValueError: the body is too long."""
     body = bytearray()
     async for part in answer.content.iter_any():
         body += part
@@ -130,7 +125,6 @@ async def send_whole(
 
 
 async def send_json(send: Send, status: int, value: object, *, with_body: bool = True) -> None:
-    """Send a JSON answer, or only its headers."""
     body, headers = msgspec.json.encode(value), [(b"content-type", b"application/json")]
     await send_whole(send, status, headers, body, with_body=with_body)
 

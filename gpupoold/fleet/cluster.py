@@ -72,12 +72,7 @@ def agent_name(node: str) -> str:
 
 
 def read_membership(folder: Path) -> NodeMembership:
-    """Return the membership of this node.
-
-    Raises:
-        Refused: the node is in no fleet.
-        Failed: the file cannot be read.
-    """
+    """Return the membership of this node."""
     path = folder / NODE_FILE
     try:
         return NodeMembership.model_validate_json(path.read_bytes())
@@ -89,11 +84,7 @@ def read_membership(folder: Path) -> NodeMembership:
 
 
 def write_membership(folder: Path, membership: NodeMembership | None) -> None:
-    """Store the membership of this node; None removes the file.
-
-    Raises:
-        Failed: the file cannot be written.
-    """
+    """Store the membership of this node; None removes the file."""
     path = folder / NODE_FILE
     try:
         if membership is None:
@@ -120,8 +111,7 @@ def ray_environment(secret: str) -> dict[str, str]:
 def start_ray(secret: str, node: NodeMembership) -> None:
     """Start Ray on this node, unless others have started Ray.
 
-    Raises:
-        Failed: Ray did not start, for example because the port is taken.
+    Raises Failed: Ray did not start, for example because the port is taken.
     """
     if not node.owns_ray:
         return
@@ -153,12 +143,10 @@ def start_ray(secret: str, node: NodeMembership) -> None:
 
 
 def _folder(head_port: int) -> Path:
-    """Return the folder of Ray's sockets and logs on the head."""
     return Path(f"/tmp/gpupool-ray-{os.getuid()}-{head_port}")
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder for this user alone."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or folder.is_symlink():
@@ -170,8 +158,7 @@ def _make_private(folder: Path) -> None:
 def connected(secret: str, membership: NodeMembership) -> Iterator[Any]:
     """Connect this process to the cluster; yield the module ``ray``.
 
-    Raises:
-        Failed: Ray is not installed, or the cluster does not answer.
+    Raises Failed: Ray is not installed, or the cluster does not answer.
     """
     os.environ.update(ray_environment(secret))
     try:
@@ -260,7 +247,6 @@ class Node:
         return len(self.report.device_bytes)
 
     def model(self, name: str) -> FleetModel | None:
-        """Return the model of this name, if the daemon has it."""
         return next((model for model in self.report.models if model.name == name), None)
 
     def serves(self, name: str) -> bool:
@@ -320,7 +306,6 @@ class FleetTable:
     """Priorities of the fleet's API keys by id, without keys of normal priority."""
 
     def names(self) -> dict[str, str]:
-        """Return the models' names by names, aliases, presets and adapters."""
         return dict(self.placed) | {
             name: model.name
             for node in self.nodes

@@ -62,8 +62,7 @@ class Controller:
     ) -> None:
         """``folder`` has the stored fleet; ``agent_of`` returns the agent of a node by its name.
 
-        Raises:
-            Failed: the stored fleet cannot be read or written.
+        Raises Failed: the stored fleet cannot be read or written.
         """
         self._folder = folder
         self._agent_of = agent_of
@@ -83,7 +82,6 @@ class Controller:
 
     @property
     def table(self) -> FleetTable:
-        """The table for the entrances."""
         placed = {
             name: model.request.name
             for model in self._stored.models.values()
@@ -99,20 +97,17 @@ class Controller:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Reasons of missing reports by node, and of failed additions by model and node."""
         of_models = {f"{name} on {node}": why for (name, node), (_, why) in self._failed.items()}
         return self._problems | of_models
 
     @property
     def specs(self) -> dict[str, FleetSpec]:
-        """The models placed by the fleet."""
         return dict(self._stored.models)
 
     def join(self, name: str, url: str, secret: str) -> None:
         """Add a node, or change the URL of a known node.
 
-        Raises:
-            Refused: the fleet has another secret.
+        Raises Refused: the fleet has another secret.
         """
         if self._stored.secret not in ("", secret):
             raise Refused("the fleet has another secret", "join with the secret of its first node")
@@ -121,11 +116,7 @@ class Controller:
         self._save()
 
     def leave(self, name: str) -> None:
-        """Forget a node; the node's models are placed on other nodes.
-
-        Raises:
-            UsageError: the fleet has no such node.
-        """
+        """Forget a node; the node's models are placed on other nodes."""
         self._check_node(name)
         del self._stored.nodes[name]
         self._nodes.pop(name, None)
@@ -133,11 +124,7 @@ class Controller:
         self._save()
 
     def drain(self, name: str, *, is_draining: bool) -> None:
-        """Drain a node, so that models and requests go to other nodes; or end the drain.
-
-        Raises:
-            UsageError: the fleet has no such node.
-        """
+        """Drain a node, so that models and requests go to other nodes; or end the drain."""
         self._check_node(name)
         self._stored.nodes[name].is_draining = is_draining
         self._save()
@@ -151,10 +138,8 @@ class Controller:
     def set_model(self, name: str, change: SetModelRequest, least_replicas: int | None) -> None:
         """Change targets and pace of a model on all nodes, also on nodes that come back later.
 
-        ``change`` has no other fields; None keeps a value.
-
-        Raises:
-            NoSuchModel: the fleet does not place such a model.
+        ``change`` has no other fields; None keeps a value. Raises NoSuchModel: the fleet does not
+        place such a model.
         """
         spec = self._stored.models.get(name)
         if spec is None:
@@ -166,11 +151,7 @@ class Controller:
         self._save()
 
     async def remove_model(self, name: str) -> None:
-        """Remove a model from the fleet and from all nodes.
-
-        Raises:
-            NoSuchModel: the fleet does not place such a model.
-        """
+        """Remove a model from the fleet and from all nodes."""
         if name not in self._stored.models:
             raise NoSuchModel(f"the fleet has no model {name}")
         del self._stored.models[name]
@@ -183,8 +164,7 @@ class Controller:
     def add_key(self, request: AddKeyRequest) -> None:
         """Give all nodes an API key, with its id and digest.
 
-        Raises:
-            Refused: the fleet has a key of this name.
+        Raises Refused: the fleet has a key of this name.
         """
         if request.name in self._stored.keys:
             raise Refused(f"the fleet has a key named {request.name!r}", "choose another name")
@@ -192,11 +172,7 @@ class Controller:
         self._save()
 
     def remove_key(self, name: str) -> None:
-        """Remove an API key from all nodes, also from nodes that come back later.
-
-        Raises:
-            NoSuchKey: the fleet has no such key.
-        """
+        """Remove an API key from all nodes, also from nodes that come back later."""
         key = self._stored.keys.pop(name, None)
         if key is None:
             raise NoSuchKey(f"the fleet has no key {name}")
@@ -364,11 +340,7 @@ class Stored(BaseModel):
 
 
 def load(folder: Path) -> Stored:
-    """Return the stored fleet, an empty fleet without a file.
-
-    Raises:
-        Failed: the file cannot be read.
-    """
+    """Return the stored fleet, an empty fleet without a file."""
     path = folder / FILE
     try:
         return Stored.model_validate_json(path.read_bytes())
@@ -379,11 +351,7 @@ def load(folder: Path) -> Stored:
 
 
 def save(folder: Path, stored: Stored) -> None:
-    """Replace the file atomically; only the owner may read the file.
-
-    Raises:
-        Failed: the file cannot be written.
-    """
+    """Replace the file atomically; only the owner may read the file."""
     path = folder / FILE
     try:
         write_private(path, stored.model_dump_json(indent=1))

@@ -144,7 +144,6 @@ class Entrance:
         self._liveness: Liveness | None = None
 
     def replace(self, table: FleetTable) -> None:
-        """Take a newer table over."""
         if table.version != self._version:
             self._version = table.version
             self._sent.clear()
@@ -164,14 +163,12 @@ class Entrance:
         self.replace(self.table)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._liveness is not None:
             await self._liveness.close()
         if self._session is not None:
             await self._session.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request."""
         if scope["type"] != "http":
             return
         path, method = scope["path"], scope["method"]
@@ -242,7 +239,6 @@ class Entrance:
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[Callable[[int], bool]]:
-        """Yield a function to hold further bytes in the context; False means too many."""
         num_held = 0
 
         def hold(num_bytes: int) -> bool:
@@ -320,8 +316,7 @@ class Entrance:
     async def _attempt(self, asked: Asked, node: Node, send: Send) -> bool:
         """Ask one node; return whether the client has the whole answer.
 
-        Raises:
-            NodeFailed: the node did not begin to answer.
+        Raises NodeFailed: the node did not begin to answer.
         """
         assert self._session is not None
         assert self._liveness is not None
@@ -383,8 +378,7 @@ class Entrance:
     ) -> bool:
         """Pass a stream on; return whether it is complete.
 
-        Raises:
-            aiohttp.ClientError: the node has died.
+        Raises aiohttp.ClientError: the node has died.
         """
         relay = asked.relay
         async for received in answer.content.iter_any():
@@ -464,7 +458,6 @@ class Liveness:
             self._answers[name].discard(answer)
 
     async def close(self) -> None:
-        """End the probes."""
         for task in self._probes.values():
             task.cancel()
         await asyncio.gather(*self._probes.values(), return_exceptions=True)

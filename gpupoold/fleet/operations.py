@@ -50,9 +50,7 @@ def up(
     """Start a fleet with this node as head.
 
     ``ray_address`` names an existing cluster of Ray. An empty ``url`` means the daemon's address.
-
-    Raises:
-        GpupoolError: the daemon or Ray does not answer, or the node is in a fleet.
+    Raises GpupoolError: the daemon or Ray does not answer, or the node is in a fleet.
     """
     folder, secret = _daemons(socket_path)
     _check_free(folder)
@@ -75,8 +73,7 @@ def join(
 ) -> NodeMembership:
     """Let this node join a fleet.
 
-    Raises:
-        GpupoolError: as :func:`up`; or the fleet has another secret.
+    Raises GpupoolError: as :func:`up`; or the fleet has another secret.
     """
     if not is_secret(secret):
         raise UsageError(
@@ -95,8 +92,7 @@ def join(
 def resume(socket_path: Path) -> NodeMembership:
     """Enter the fleet again after a restart of the machine.
 
-    Raises:
-        GpupoolError: as :func:`up`; or the node is in no fleet.
+    Raises GpupoolError: as :func:`up`; or the node is in no fleet.
     """
     folder, secret = _daemons(socket_path)
     membership = cluster.read_membership(folder)
@@ -106,11 +102,7 @@ def resume(socket_path: Path) -> NodeMembership:
 
 
 def leave(socket_path: Path) -> NodeMembership:
-    """Take this node out of the fleet; the daemon keeps all models.
-
-    Raises:
-        Refused: the node is in no fleet.
-    """
+    """Take this node out of the fleet; the daemon keeps all models."""
     folder, secret = _daemons(socket_path)
     membership = cluster.read_membership(folder)
     with contextlib.suppress(Failed), cluster.connected(secret, membership) as ray:
@@ -129,11 +121,7 @@ def leave(socket_path: Path) -> NodeMembership:
 
 
 def secret_of(socket_path: Path) -> str:
-    """Return the secret of this node's fleet.
-
-    Raises:
-        Refused: the node is in no fleet.
-    """
+    """Return the secret of this node's fleet."""
     _, found = _daemons(socket_path)
     if not found:
         raise Refused("this node is in no fleet", "start one with `gpupool fleet up`")
@@ -148,11 +136,7 @@ def watching(socket_path: Path) -> Iterator[Callable[[], FleetState]]:
 
 
 def state(socket_path: Path) -> FleetState:
-    """Return the fleet's state.
-
-    Raises:
-        Refused, Failed: this node is in no fleet, or the fleet does not answer.
-    """
+    """Return the fleet's state."""
     with watching(socket_path) as state_now:
         return state_now()
 
@@ -186,8 +170,7 @@ def remove_model(socket_path: Path, name: str) -> None:
 def add_key(socket_path: Path, request: AddKeyRequest) -> str:
     """Give all nodes a new API key; return the text, which is not stored.
 
-    Raises:
-        Refused, Failed: as :func:`state`; or the fleet has a key of this name.
+    Raises Refused, Failed: as :func:`state`; or the fleet has a key of this name.
     """
     key = make_key()
     known = request.model_copy(update={"id": key.id, "digest": key.digest})
@@ -295,8 +278,7 @@ def _ask(ray: Any, method: str, *arguments: object) -> Any:
 def _get(ray: Any, reference: Any) -> Any:
     """Return an answer of an actor.
 
-    Raises:
-        GpupoolError: the error of the actor, or the actor does not answer.
+    Raises GpupoolError: the error of the actor, or the actor does not answer.
     """
     try:
         return ray.get(reference, timeout=_TIMEOUT_S)

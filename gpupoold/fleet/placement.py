@@ -102,7 +102,6 @@ def _targets(
     *,
     rebalances: bool,
 ) -> dict[str, set[str]]:
-    """Return the wanted nodes of each model."""
     present = {name: [node for node in having[name] if node in usable] for name in specs}
     hosted = _hosted(present, demands, usable)
     # Without a node for a model, no node shall have the model.

@@ -91,8 +91,7 @@ class Relay(ABC):
     def _passed(self, event: bytes) -> bytes:
         """Return the bytes of an event for the client, empty for what the client has.
 
-        Raises:
-            ValueError: the event has another form.
+        Raises ValueError: the event has another form.
         """
 
     def _num_kept(self, _: int) -> int | None:
@@ -107,7 +106,6 @@ class Relay(ABC):
         return found
 
     def continuation(self, request: bytes) -> bytes:
-        """Return the body of the request to continue after the tokens so far."""
         return msgspec.json.encode(Continuation(msgspec.Raw(request), self.outputs()))
 
     def begin_again(self) -> None:
@@ -119,8 +117,7 @@ class Relay(ABC):
     def feed(self, received: bytes) -> bytes:
         """Return the bytes for the client.
 
-        Raises:
-            ValueError: an event is too long, or has another form than the protocol's.
+        Raises ValueError: an event is too long, or has another form than the protocol's.
         """
         searched = max(0, len(self._rest) - 1)
         self._rest += received

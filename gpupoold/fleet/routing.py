@@ -174,7 +174,6 @@ class RateSums:
                 self._total[key_id] = self._total.get(key_id, _NONE) + growth
 
     def elsewhere(self, node: str) -> dict[str, RateUse]:
-        """Return the use of each key on the other nodes."""
         own = self._grown.get(node, {})
         rest = {key_id: use - own.get(key_id, _NONE) for key_id, use in self._total.items()}
         return {key_id: use for key_id, use in rest.items() if use != _NONE}

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from gpupool_state import DATABASE_NAME, Database, History, StateLock
@@ -23,7 +23,6 @@ from gpupoold.api.paths import check_runtime_dir
 from gpupoold.config.file import check_gpus_found, read_config_file
 from gpupoold.config.fitting import fitted
 from gpupoold.config.schema import Settings
-from gpupoold.config.sections import ServerSettings
 from gpupoold.control.control_plane import ControlPlane, build_control_plane
 from gpupoold.control.operations import Configuration, history_limits
 from gpupoold.control.weights import kept_snapshots
@@ -94,13 +93,18 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
-        _check_tls(settings.server)
+        server = settings.server
+        if server.tls_cert is not None and server.tls_key is not None:
+            expires_at = check_files(server.tls_cert, server.tls_key)
+            _logger.info("the certificate is valid until %s", expires_at.date())
         stack.enter_context(StateLock.acquire(settings.paths.state_dir))
         inherited = stack.enter_context(Inherited(environment.fds))
         listener = stack.enter_context(http_listener(settings.server, inherited.socket))
         database = await Database.open(settings.paths.state_dir / DATABASE_NAME)
         await stack.enter_async_context(database)
-        history = await stack.enter_async_context(_running_history(database, settings))
+        history = History(database, history_limits(settings.history))
+        await history.start()
+        stack.push_async_callback(history.stop)
         fd_store = FdStore(notifier, inherited.named(kept_snapshots.PREFIX))
         control_plane = await build_control_plane(
             configuration, database, history, listener, fd_store
@@ -122,7 +126,9 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         )
         inherited.close()
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
-        await stack.enter_async_context(_running_pool(control_plane, exporter.text))
+        await control_plane.minutes.restore()
+        control_plane.start(exporter.text)
+        stack.push_async_callback(control_plane.stop)
         _logger.info("gpupoold %s serves at %s", __version__, control_plane.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
         health = control_plane.health
@@ -133,37 +139,8 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
             notifier.ready()
             await stop.wait()
         _logger.info("stopping")
-        notifier.stopping(_stop_limit_s(settings))
-
-
-def _stop_limit_s(settings: Settings) -> float:
-    """Return the longest time of stopping in seconds.
-
-    The frontends and then the workers have the grace time; processes still running are killed.
-    """
-    return 2 * settings.limits.stop_grace_s + _KILLING_S
-
-
-@contextlib.asynccontextmanager
-async def _running_history(database: Database, settings: Settings) -> AsyncIterator[History]:
-    history = History(database, history_limits(settings.history))
-    await history.start()
-    try:
-        yield history
-    finally:
-        await history.stop()
-
-
-@contextlib.asynccontextmanager
-async def _running_pool(
-    control_plane: ControlPlane, metrics_text: Callable[[], Awaitable[bytes]]
-) -> AsyncIterator[None]:
-    await control_plane.minutes.restore()
-    control_plane.start(metrics_text)
-    try:
-        yield
-    finally:
-        await control_plane.stop()
+        # The frontends, then the workers have the grace time; who still runs is killed.
+        notifier.stopping(2 * settings.limits.stop_grace_s + _KILLING_S)
 
 
 @contextlib.asynccontextmanager
@@ -179,12 +156,6 @@ async def _running_admin(
         control_plane.stopping = True
         server.should_exit = True
         await asyncio.wait([task])
-
-
-def _check_tls(server: ServerSettings) -> None:
-    if server.tls_cert is not None and server.tls_key is not None:
-        expires_at = check_files(server.tls_cert, server.tls_key)
-        _logger.info("the certificate is valid until %s", expires_at.date())
 
 
 def _prepare_folders(settings: Settings) -> None:

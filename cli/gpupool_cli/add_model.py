@@ -9,24 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from gpupool_cli import output
+from gpupool_cli import options, output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.models import print_model
-from gpupool_cli.options import (
-    BaseOption,
-    EngineOption,
-    JsonOption,
-    NewNameArgument,
-    PaceOption,
-    RevisionOption,
-    TbtOption,
-    TtftOption,
-    open_client,
-    read_options,
-    read_pairs,
-    set_once,
-    socket_path_of,
-)
 from gpupool_cli.output import numbers
 from gpupool_cli.progress import ProgressView
 from gpupoold.api.schemas_models import (
@@ -44,15 +29,15 @@ from gpupoold.units import format_bytes
 
 def add_model(
     ctx: typer.Context,
-    name: NewNameArgument,
+    name: options.NewNameArgument,
     source: Annotated[
         str | None,
         typer.Option(metavar="PATH|HF-ID", help="The checkpoint; default: NAME is looked up."),
     ] = None,
-    revision: RevisionOption = None,
-    ttft: TtftOption = None,
-    tbt: TbtOption = None,
-    pace: PaceOption = None,
+    revision: options.RevisionOption = None,
+    ttft: options.TtftOption = None,
+    tbt: options.TbtOption = None,
+    pace: options.PaceOption = None,
     max_len: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Longest prompt plus answer, in tokens.")
     ] = None,
@@ -63,7 +48,7 @@ def add_model(
         list[str] | None,
         typer.Option("--alias", metavar="A", help="A further name; may be repeated."),
     ] = None,
-    engine: EngineOption = None,
+    engine: options.EngineOption = None,
     devices: Annotated[
         str | None,
         typer.Option(metavar="N,...", help="Devices for its engines; default: as scheduled."),
@@ -88,7 +73,7 @@ def add_model(
             "--replicas", min=1, max=1000, metavar="N", help="With --fleet: at least so many nodes."
         ),
     ] = 1,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Register a model: find, download, check and load it.
 
@@ -108,7 +93,7 @@ def add_model(
         ttft_s=DEFAULT_TTFT_S if ttft is None else ttft,
         tbt_s=DEFAULT_TBT_S if tbt is None else tbt,
         aliases=alias or [],
-        engine=read_options(engine or ()),
+        engine=options.read_options(engine or ()),
         pace=pace or "",
         devices=[] if devices is None else [*numbers("--devices", devices, int, "0,1")],
         check_only=check,
@@ -118,7 +103,7 @@ def add_model(
     if on_fleet:
         _add_to_fleet(ctx, request, replicas)
         return
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         model = follow(request.name, client.add_model(request))
     if as_json:
         output.print_json(model)
@@ -138,7 +123,7 @@ def _add_to_fleet(ctx: typer.Context, request: AddModelRequest, least_replicas: 
 
     if request.devices or request.check_only:
         raise UsageError("--devices and --check are for one daemon", "leave them out with --fleet")
-    operations.add_model(socket_path_of(ctx), FleetSpec(request, least_replicas))
+    operations.add_model(options.socket_path_of(ctx), FleetSpec(request, least_replicas))
     say(f"{request.name}: the fleet places the model; `gpupool fleet status` shows where")
 
 
@@ -169,17 +154,17 @@ def as_daemon_sees(source: str) -> str:
 
 def add_adapter(
     ctx: typer.Context,
-    name: NewNameArgument,
-    base: BaseOption,
+    name: options.NewNameArgument,
+    base: options.BaseOption,
     source: Annotated[
         str | None,
         typer.Option(
             metavar="PATH|HF-ID", help="The adapter in peft's format; default: NAME is looked up."
         ),
     ] = None,
-    revision: RevisionOption = None,
-    ttft: TtftOption = None,
-    tbt: TbtOption = None,
+    revision: options.RevisionOption = None,
+    ttft: options.TtftOption = None,
+    tbt: options.TbtOption = None,
     check: Annotated[
         bool, typer.Option("--check", help="Check the adapter without adding the adapter.")
     ] = False,
@@ -198,7 +183,7 @@ def add_adapter(
         tbt_s=tbt,
         check_only=check,
     )
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         model = follow(name, client.add_adapter(request))
     assert model is not None
     if check:
@@ -210,8 +195,8 @@ def add_adapter(
 
 def add_preset(
     ctx: typer.Context,
-    name: NewNameArgument,
-    base: BaseOption,
+    name: options.NewNameArgument,
+    base: options.BaseOption,
     default: Annotated[
         list[str] | None,
         typer.Option(
@@ -221,8 +206,8 @@ def add_preset(
             "chat_template_kwargs.enable_thinking=true; may be repeated.",
         ),
     ] = None,
-    ttft: TtftOption = None,
-    tbt: TbtOption = None,
+    ttft: options.TtftOption = None,
+    tbt: options.TbtOption = None,
 ) -> None:
     """Add a preset: a name with other defaults and targets for requests of a model.
 
@@ -232,7 +217,7 @@ def add_preset(
     request = AddPresetRequest(
         name=name, base=base, defaults=read_defaults(default or ()), ttft_s=ttft, tbt_s=tbt
     )
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         model = client.add_preset(request)
     say(f"{name}: a preset of {model.name}")
 
@@ -240,9 +225,9 @@ def add_preset(
 def read_defaults(given: Iterable[str]) -> dict[str, Any]:
     """Return the defaults by the names of fields."""
     defaults: dict[str, Any] = {}
-    for name, text in read_pairs(given, "--set", "temperature=0"):
+    for name, text in options.read_pairs(given, "--set", "temperature=0"):
         check_json_text(name, text)
-        set_once(defaults, name, _value(text), "--set")
+        options.set_once(defaults, name, _value(text), "--set")
     return defaults
 
 

@@ -8,7 +8,7 @@ from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, NameArgument, open_client
 from gpupool_cli.output import columns
-from gpupoold.api.schemas import BoundEngine, CachedModel, CacheInfo, UnpinnedMemory
+from gpupoold.api.schemas import BoundEngine, CachedModel, UnpinnedMemory
 from gpupoold.units import format_bytes
 
 app = typer.Typer(
@@ -33,7 +33,15 @@ def ls(ctx: typer.Context, as_json: JsonOption = False) -> None:
     if answer.engines:
         output.print_table(_ENGINE_COLUMNS, [_engine_row(engine) for engine in answer.engines])
         output.print_line("")
-    output.print_fields(_budgets(answer))
+    host, disk = answer.host_limit_bytes, answer.disk_limit_bytes
+    fields = {
+        "host memory": f"{format_bytes(answer.host_bytes)} of {format_bytes(host)}",
+        "disk": f"{format_bytes(answer.disk_bytes)} of {format_bytes(disk)}"
+        if disk
+        else "no snapshots are saved (memory.snapshot_files)",
+        **{f"device {device.device}": _unpinned(device) for device in answer.unpinned},
+    }
+    output.print_fields(fields)
 
 
 @app.command("pin")
@@ -111,17 +119,6 @@ def _places(model: CachedModel) -> str:
 def _nodes(model: CachedModel) -> str:
     nodes = {node for snapshot in model.snapshots for node in snapshot.nodes if node >= 0}
     return ", ".join(map(str, sorted(nodes))) or output.NOTHING
-
-
-def _budgets(answer: CacheInfo) -> dict[str, str]:
-    return {
-        "host memory": f"{format_bytes(answer.host_bytes)} of"
-        f" {format_bytes(answer.host_limit_bytes)}",
-        "disk": f"{format_bytes(answer.disk_bytes)} of {format_bytes(answer.disk_limit_bytes)}"
-        if answer.disk_limit_bytes
-        else "no snapshots are saved (memory.snapshot_files)",
-        **{f"device {device.device}": _unpinned(device) for device in answer.unpinned},
-    }
 
 
 def _unpinned(memory: UnpinnedMemory) -> str:

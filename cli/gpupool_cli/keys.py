@@ -8,16 +8,8 @@ from typing import Annotated
 
 import typer
 
-from gpupool_cli import output
+from gpupool_cli import options, output
 from gpupool_cli.diagnostics import say
-from gpupool_cli.options import (
-    JsonOption,
-    PaceOption,
-    complete_model_name,
-    model_name,
-    open_client,
-    socket_path_of,
-)
 from gpupool_cli.output import columns
 from gpupoold.api.schemas_access import AddKeyRequest, KeyInfo, NewKey, SetKeyRequest
 from gpupoold.api_keys import KeyPriority
@@ -62,9 +54,9 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        parser=model_name,
+        parser=options.model_name,
         help="A model that the key may use; may be repeated.",
-        autocompletion=complete_model_name,
+        autocompletion=options.complete_model_name,
     ),
 ]
 PriorityOption = Annotated[
@@ -120,11 +112,11 @@ def add(
     tokens_per_minute: TokensOption = None,
     max_live: LiveOption = None,
     expires: ExpiresOption = None,
-    pace: PaceOption = None,
+    pace: options.PaceOption = None,
     on_fleet: Annotated[
         bool, typer.Option("--fleet", help="A key of all nodes of the fleet.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Create a key and print the key, this once; by default for all models.
 
@@ -145,13 +137,13 @@ def add(
     if on_fleet:
         from gpupoold.fleet import operations
 
-        text = operations.add_key(socket_path_of(ctx), request)
+        text = operations.add_key(options.socket_path_of(ctx), request)
         if as_json:
             output.print_json({"name": name, "text": text})
         else:
             output.print_line(text)
     else:
-        with open_client(ctx) as client:
+        with options.open_client(ctx) as client:
             new = client.add_key(request)
         _print_new(new, as_json)
     say("save the key now; it cannot be shown again")
@@ -161,10 +153,10 @@ def add(
 def ls(
     ctx: typer.Context,
     with_revoked: Annotated[bool, typer.Option("--all", help="Include removed keys.")] = False,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """List the keys with their rights and use."""
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         keys = client.api_keys(revoked=with_revoked)
     if as_json:
         output.print_json(keys)
@@ -187,7 +179,7 @@ def set_key(
     tokens_per_minute: TokensOption = None,
     max_live: LiveOption = None,
     expires: ExpiresOption = None,
-    pace: PaceOption = None,
+    pace: options.PaceOption = None,
 ) -> None:
     """Change a key's rights, from its next request on; the key itself stays.
 
@@ -207,7 +199,7 @@ def set_key(
     )
     if request == SetKeyRequest():
         raise UsageError(f"no change given for the key {name!r}", "see `gpupool key set --help`")
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         key = client.set_key(name, request)
     say(f"{key.name}: {_models(key)}, priority {key.priority}, {_limits(key) or 'no limits'}")
 
@@ -225,11 +217,11 @@ def rotate(
             help="Time for which the old key still works; default: 1h; 0 ends the old key now.",
         ),
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Give a key a new secret and print the key, this once; its rights stay."""
     grace_s = _DEFAULT_GRACE_S if grace is None else grace
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         new = client.rotate_key(name, grace_s)
     _print_new(new, as_json)
     until = new.key.previous_until
@@ -253,10 +245,10 @@ def rm(
         from gpupoold.fleet import operations
 
         for name in names:
-            operations.remove_key(socket_path_of(ctx), name)
+            operations.remove_key(options.socket_path_of(ctx), name)
             say(f"{name}: removed from all nodes within seconds")
         return
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         for name in names:
             key = client.remove_key(name)
             say(f"{key.name}: removed; {key.num_requests} requests came with it")

@@ -8,20 +8,8 @@ from typing import Annotated
 
 import typer
 
-from gpupool_cli import output
+from gpupool_cli import options, output
 from gpupool_cli.diagnostics import report, say
-from gpupool_cli.options import (
-    EngineOption,
-    JsonOption,
-    NameArgument,
-    PaceOption,
-    TbtOption,
-    TtftOption,
-    complete_model_name,
-    model_name,
-    open_client,
-    read_options,
-)
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas import ModelUsage
 from gpupoold.api.schemas_models import ModelInfo, SetModelRequest, load_text
@@ -36,7 +24,7 @@ _COLUMNS = output.columns("NAME, STATE*, TTFT>, TBT>, DTYPE, SIZE>, ALIASES")
 
 def list_models(
     ctx: typer.Context,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="Print names only, one per line.")
     ] = False,
@@ -44,7 +32,7 @@ def list_models(
     """List the registered models."""
     if as_json and quiet:
         raise UsageError("--json and --quiet exclude each other", "give one of the two")
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         models = client.models()
     if as_json:
         output.print_json(models)
@@ -57,9 +45,11 @@ def list_models(
             say("no models yet: `gpupool add-model NAME` adds a model")
 
 
-def show(ctx: typer.Context, name: NameArgument, as_json: JsonOption = False) -> None:
+def show(
+    ctx: typer.Context, name: options.NameArgument, as_json: options.JsonOption = False
+) -> None:
     """Show everything known about one model."""
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         model = client.model(name)
     if as_json:
         output.print_json(model)
@@ -69,10 +59,10 @@ def show(ctx: typer.Context, name: NameArgument, as_json: JsonOption = False) ->
 
 def set_model(
     ctx: typer.Context,
-    name: NameArgument,
-    ttft: TtftOption = None,
-    tbt: TbtOption = None,
-    pace: PaceOption = None,
+    name: options.NameArgument,
+    ttft: options.TtftOption = None,
+    tbt: options.TbtOption = None,
+    pace: options.PaceOption = None,
     add_alias: Annotated[
         list[str] | None,
         typer.Option("--add-alias", metavar="ALIAS", help="A further name; may be repeated."),
@@ -81,7 +71,7 @@ def set_model(
         list[str] | None,
         typer.Option("--remove-alias", metavar="ALIAS", help="Drop a name; may be repeated."),
     ] = None,
-    engine: EngineOption = None,
+    engine: options.EngineOption = None,
     remove_engine: Annotated[
         list[str] | None,
         typer.Option("--remove-engine", metavar="KEY", help="Drop an option; may be repeated."),
@@ -92,21 +82,20 @@ def set_model(
     For other options of the engine, a new engine is built beside the present engine and takes over
     the answers in progress.
     """
-    options: dict[str, str | None] = {**read_options(engine or ())}
     request = SetModelRequest(
         ttft_s=ttft,
         tbt_s=tbt,
         pace=pace,
         add_aliases=add_alias or [],
         remove_aliases=remove_alias or [],
-        engine=options | dict.fromkeys(remove_engine or ()),
+        engine={**options.read_options(engine or ()), **dict.fromkeys(remove_engine or ())},
     )
     if request == SetModelRequest():
         raise UsageError(
             f"no change given for {name!r}",
             "give --ttft, --tbt, --pace, --add-alias, --remove-alias, --engine or --remove-engine",
         )
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         model = client.set_model(name, request)
     aliases = f", aliases {', '.join(model.aliases)}" if model.aliases else ""
     say(
@@ -121,9 +110,9 @@ def rm(
         list[str],
         typer.Argument(
             metavar="NAME...",
-            parser=model_name,
+            parser=options.model_name,
             help="Names or aliases of registered models.",
-            autocompletion=complete_model_name,
+            autocompletion=options.complete_model_name,
         ),
     ],
     drain: Annotated[
@@ -137,14 +126,18 @@ def rm(
 
     A model with live requests is refused unless --drain or --force is given.
     """
-    if drain and force:
-        raise UsageError("--drain and --force exclude each other", "give one of the two")
-    mode: RemoveMode = "drain" if drain else "force" if force else "refuse"
-    with open_client(ctx) as client:
+    mode = _mode(drain, force)
+    with options.open_client(ctx) as client:
         failures = [error for name in names if (error := _remove(client, name, mode))]
     if failures:
         # Each error was reported when it happened; the first error decides the status.
         raise typer.Exit(failures[0].exit_code)
+
+
+def _mode(drain: bool, force: bool) -> RemoveMode:
+    if drain and force:
+        raise UsageError("--drain and --force exclude each other", "give one of the two")
+    return "drain" if drain else "force" if force else "refuse"
 
 
 def print_model(model: ModelInfo, *, is_added: bool = True) -> None:
@@ -167,10 +160,16 @@ def print_model(model: ModelInfo, *, is_added: bool = True) -> None:
         "aliases": ", ".join(model.aliases),
         **_chat_fields(model),
         **{f"preset {preset.name}": _preset_text(preset) for preset in model.presets},
-        **{f"adapter {adapter.name}": _adapter_text(adapter) for adapter in model.adapters},
+        **{
+            f"adapter {info.name}": ", ".join([f"rank {info.rank}", *_own_targets(info), info.path])
+            for info in model.adapters
+        },
         **{f"engine {name}": _shortened(value) for name, value in sorted(model.engine.items())},
         "engines": "" if model.usage is None else hosting_text(model),
-        **_load_fields(model.usage),
+        **{
+            f"load on device {engine.device}": load_text(engine.load)
+            for engine in (model.usage.engines if model.usage else ())
+        },
         **_memory_fields(model),
         "drafts": _draft_text(model.usage),
         "added": output.time_text(model.created_at) if is_added else "",
@@ -205,10 +204,6 @@ def _other_names(model: ModelInfo) -> str:
 def _preset_text(preset: Preset) -> str:
     parts = [f"{name}={json.dumps(value)}" for name, value in preset.defaults.items()]
     return _shortened(", ".join([*parts, *_own_targets(preset)])) or "no other defaults"
-
-
-def _adapter_text(adapter: AdapterInfo) -> str:
-    return ", ".join([f"rank {adapter.rank}", *_own_targets(adapter), adapter.path])
 
 
 def _own_targets(further: Preset | AdapterInfo) -> list[str]:
@@ -247,11 +242,6 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
     if usage.unbound_bytes:
         fields["without an engine"] = output.unbound_text(usage.unbound_bytes)
     return fields
-
-
-def _load_fields(usage: ModelUsage | None) -> dict[str, str]:
-    engines = [] if usage is None else usage.engines
-    return {f"load on device {engine.device}": load_text(engine.load) for engine in engines}
 
 
 def _draft_text(usage: ModelUsage | None) -> str:
@@ -318,7 +308,7 @@ def _remove(client: AdminClient, name: str, mode: RemoveMode) -> GpupoolError | 
 
 def unload(
     ctx: typer.Context,
-    name: NameArgument,
+    name: options.NameArgument,
     drain: Annotated[
         bool, typer.Option("--drain", help="Refuse new requests and wait for live requests.")
     ] = False,
@@ -335,11 +325,8 @@ def unload(
     The next request loads the model again. Refused while the model has live requests, unless an
     option says how to treat them, and while its snapshot is pinned.
     """
-    if drain and force:
-        raise UsageError("--drain and --force exclude each other", "give one of the two")
-    mode: RemoveMode = "drain" if drain else "force" if force else "refuse"
-    with open_client(ctx) as client:
-        freed = client.unload(name, mode, keep_host=keep_host)
+    with options.open_client(ctx) as client:
+        freed = client.unload(name, _mode(drain, force), keep_host=keep_host)
     device, host = format_bytes(freed.device_bytes), format_bytes(freed.host_bytes)
     say(f"{freed.name}: freed {device} on devices, {host} of host memory")
 
@@ -355,7 +342,7 @@ def cancel(
     ],
 ) -> None:
     """End a live request with an error for its client."""
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         ended = client.cancel(request_id)
     others = f" and {ended.num_requests - 1} more of its client" if ended.num_requests > 1 else ""
     say(
@@ -366,7 +353,7 @@ def cancel(
 
 def host(
     ctx: typer.Context,
-    name: NameArgument,
+    name: options.NameArgument,
     devices: Annotated[
         list[int] | None,
         typer.Argument(metavar="[DEVICE]...", min=0, help="Numbers of devices in `gpupool ps`."),
@@ -382,7 +369,7 @@ def host(
     """
     if auto == bool(devices):
         raise UsageError(f"{name}: give numbers of devices, or --auto", "see `gpupool ps`")
-    with open_client(ctx) as client:
+    with options.open_client(ctx) as client:
         model = client.host(name, devices or ())
         info = client.model(model.name)
     say(f"{info.name}: {hosting_text(info)}")

@@ -58,10 +58,7 @@ class BarView:
 
 
 class WaitView(BarView):
-    """A line about a wait on stderr, until the wait ends; use as a context manager.
-
-    Nothing is shown without a terminal.
-    """
+    """A line about a wait on stderr, until the wait ends; use as a context manager."""
 
     def __init__(self) -> None:
         super().__init__(SpinnerColumn(), description_column())
@@ -82,10 +79,7 @@ class WaitView(BarView):
 
 
 class ProgressView(BarView):
-    """The ``Progress`` lines of one operation; use as a context manager.
-
-    Without a terminal each stage is a line, and a download has a line every few seconds.
-    """
+    """The ``Progress`` lines of one operation; use as a context manager."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` returns seconds."""

@@ -290,8 +290,9 @@ class ChatPiece:
 def stream_chat(server: ChatServer, request: ChatRequest) -> Iterator[ChatPiece]:
     """Yield the pieces of the answer as they arrive.
 
-    Raises NoSuchModel, UsageError, Refused, Unavailable, Failed: the server's error. Raises
-    TimedOut: no piece arrived for ``request.silence_s``.
+    Raises:
+        NoSuchModel, UsageError, Refused, Unavailable, Failed: the server's error.
+        TimedOut: no piece arrived for ``request.silence_s``.
     """
     url = f"{server.http_url.rstrip('/')}/v1/chat/completions"
     timeout = httpx.Timeout(_CONNECT_TIMEOUT_S, read=request.silence_s)

@@ -11,17 +11,9 @@ import typer
 from gpupool_cli import output
 from gpupool_cli.diagnostics import ExitCode, say
 from gpupool_cli.options import JsonOption, open_client
-from gpupool_cli.output import columns, duration_text, size_text
+from gpupool_cli.output import NOTHING, columns, duration_text, size_text
 from gpupoold import __version__
-from gpupoold.api.schemas import (
-    AdditionInfo,
-    DeviceInfo,
-    FrontendInfo,
-    GpuInfo,
-    LoadingInfo,
-    ModelUsage,
-    Status,
-)
+from gpupoold.api import schemas
 from gpupoold.api.schemas_models import amount_text
 from gpupoold.errors import GpupoolError
 from gpupoold.units import format_bytes, format_duration
@@ -79,11 +71,12 @@ def ps(ctx: typer.Context, as_json: JsonOption = False) -> None:
     if answer.additions:
         output.print_line("")
         output.print_table(
-            _ADDITION_COLUMNS, [_addition_row(addition) for addition in answer.additions]
+            _ADDITION_COLUMNS,
+            [(each.name, each.stage, amount_text(each) or NOTHING) for each in answer.additions],
         )
 
 
-def loading_text(number: int, load: LoadingInfo) -> str:
+def loading_text(number: int, load: schemas.LoadingInfo) -> str:
     text = f"device {number}: loading {load.model} for {format_duration(load.since_s)}"
     waiting = f"; {load.num_waiting} more to load" if load.num_waiting else ""
     return f"{text} beside the turns: the worker {load.stage}{waiting}"
@@ -91,7 +84,7 @@ def loading_text(number: int, load: LoadingInfo) -> str:
 
 def version(ctx: typer.Context, as_json: JsonOption = False) -> None:
     """Print the versions of gpupool, daemon and engine."""
-    daemon: Status | None = None
+    daemon: schemas.Status | None = None
     try:
         with open_client(ctx) as client:
             daemon = client.status()
@@ -108,7 +101,7 @@ def version(ctx: typer.Context, as_json: JsonOption = False) -> None:
         output.print_fields({name: value for name, value in versions.items() if value})
 
 
-def _status_fields(answer: Status) -> dict[str, str]:
+def _status_fields(answer: schemas.Status) -> dict[str, str]:
     fields = {
         "state": answer.state,
         "http": answer.http_url,
@@ -131,33 +124,33 @@ def _status_fields(answer: Status) -> dict[str, str]:
     return fields
 
 
-def _frontends_text(frontends: Sequence[FrontendInfo]) -> str:
+def _frontends_text(frontends: Sequence[schemas.FrontendInfo]) -> str:
     num_ready = sum(frontend.state == "ready" for frontend in frontends)
     text = f"{num_ready} of {len(frontends)} ready"
     num_restarts = sum(frontend.num_restarts for frontend in frontends)
     return f"{text}, {num_restarts} restarts" if num_restarts else text
 
 
-def _device_row(device: DeviceInfo) -> list[str]:
+def _device_row(device: schemas.DeviceInfo) -> list[str]:
     return [
         str(device.device),
         f"{device.kind} x{len(device.gpus)}" if device.gpus else device.kind,
         device.state,
         role_text(device),
         str(device.num_requests),
-        output.NOTHING if device.pid is None else str(device.pid),
+        NOTHING if device.pid is None else str(device.pid),
         size_text(device.device_bytes),
         format_bytes(device.free_bytes),
         size_text(device.kv_host_bytes),
         _engines_text(device),
-        device.on_turn or output.NOTHING,
-        duration_text(device.quota_s) if device.on_turn else output.NOTHING,
+        device.on_turn or NOTHING,
+        duration_text(device.quota_s) if device.on_turn else NOTHING,
         str(device.num_steps),
     ]
 
 
-def _gpu_row(device: DeviceInfo, gpu: GpuInfo) -> list[str]:
-    nothing = output.NOTHING
+def _gpu_row(device: schemas.DeviceInfo, gpu: schemas.GpuInfo) -> list[str]:
+    nothing = NOTHING
     return [
         str(device.device),
         str(gpu.gpu),
@@ -170,16 +163,12 @@ def _gpu_row(device: DeviceInfo, gpu: GpuInfo) -> list[str]:
     ]
 
 
-def _addition_row(addition: AdditionInfo) -> list[str]:
-    return [addition.name, addition.stage, amount_text(addition) or output.NOTHING]
-
-
-def _model_row(model: ModelUsage) -> list[str]:
+def _model_row(model: schemas.ModelUsage) -> list[str]:
     attainment = model.attainment
     return [
         model.name,
         model.state,
-        _devices_text(model) or output.NOTHING,
+        _devices_text(model) or NOTHING,
         str(model.num_live),
         str(model.num_waiting),
         str(model.refused),
@@ -189,11 +178,11 @@ def _model_row(model: ModelUsage) -> list[str]:
         size_text(model.kv_host_bytes),
         duration_text(model.ttft_p99_s),
         duration_text(model.tbt_p99_s),
-        output.NOTHING if attainment is None else f"{100 * attainment:.1f}",
+        NOTHING if attainment is None else f"{100 * attainment:.1f}",
     ]
 
 
-def _engines_text(device: DeviceInfo) -> str:
+def _engines_text(device: schemas.DeviceInfo) -> str:
     if not device.num_engines:
         return "0"
     text = f"{device.num_engines}, {format_bytes(device.engine_bytes)}"
@@ -201,14 +190,14 @@ def _engines_text(device: DeviceInfo) -> str:
     return text if limit_bytes is None else f"{text} of {format_bytes(limit_bytes)}"
 
 
-def _devices_text(model: ModelUsage) -> str:
+def _devices_text(model: schemas.ModelUsage) -> str:
     """Return the devices that host a model, or in brackets those with an engine to take over."""
     if model.slots:
         return f"({','.join(map(str, model.slots))})"
     return ",".join(str(engine.device) for engine in model.engines)
 
 
-def _resident_text(model: ModelUsage) -> str:
+def _resident_text(model: schemas.ModelUsage) -> str:
     """Return the weights in the model's engines, or in brackets those without an engine."""
     if model.unbound_bytes and not model.weights_resident_bytes:
         return f"({format_bytes(sum(model.unbound_bytes.values()))})"
@@ -278,6 +267,6 @@ def wake(ctx: typer.Context, device: DeviceArgument) -> None:
     say(f"device {device}: awake, or about to be")
 
 
-def role_text(device: DeviceInfo) -> str:
+def role_text(device: schemas.DeviceInfo) -> str:
     text = device.role if device.is_role_fixed else f"{device.role} (auto)"
     return f"{text}, draining" if device.is_draining else text

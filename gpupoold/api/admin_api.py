@@ -17,49 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin,
 from pydantic import BaseModel, Field
 
 from gpupoold.access.rates import RateUse
-from gpupoold.api.schemas import (
-    BatchInfo,
-    CachedModel,
-    CacheInfo,
-    CancelledRequest,
-    ConfigInfo,
-    DeviceInfo,
-    DiffInfo,
-    DiffRequest,
-    LogLine,
-    MachineInfo,
-    OperateRequest,
-    Ps,
-    ReloadInfo,
-    RoleName,
-    SetCachedRequest,
-    SetDeviceRequest,
-    SetHostingRequest,
-    Status,
-    Top,
-    TurnInfo,
-    Unloaded,
-    UsageInfo,
-)
-from gpupoold.api.schemas_access import (
-    AddKeyRequest,
-    ChargeKeysRequest,
-    FleetReport,
-    KeyInfo,
-    NewKey,
-    RotateKeyRequest,
-    SetFleetRequest,
-    SetKeyRequest,
-)
+from gpupoold.api import schemas, schemas_access, schemas_models
 from gpupoold.api.schemas_explain import ModelSpan, SpanInfo, Why
-from gpupoold.api.schemas_models import (
-    AddAdapterRequest,
-    AddModelRequest,
-    AddPresetRequest,
-    ModelInfo,
-    Progress,
-    SetModelRequest,
-)
 from gpupoold.domain import Event, RemoveMode, RequestRecord, Switch
 
 SwitchOrder = Literal["latest", "slowest"]
@@ -186,30 +145,32 @@ class AdminApi:
         raise NotImplementedError
 
     @_operation("GET", "/status")
-    def status(self) -> Status:
+    def status(self) -> schemas.Status:
         """Return the daemon's status."""
 
     @_operation("GET", "/models")
-    def models(self) -> list[ModelInfo]:
+    def models(self) -> list[schemas_models.ModelInfo]:
         """Return the registered models."""
 
     @_operation("GET", "/models/{name}")
-    def model(self, name: str) -> ModelInfo:
+    def model(self, name: str) -> schemas_models.ModelInfo:
         """Return the model with this name or alias."""
 
     @_operation("POST", "/models")
-    def add_model(self, body: AddModelRequest) -> Iterator[Progress]:
+    def add_model(self, body: schemas_models.AddModelRequest) -> Iterator[schemas_models.Progress]:
         """Register a model and yield the progress; the last ``Progress`` has ``model``.
 
         With ``detach`` the last line may have the stage ``detached`` instead.
         """
 
     @_operation("POST", "/adapters")
-    def add_adapter(self, body: AddAdapterRequest) -> Iterator[Progress]:
+    def add_adapter(
+        self, body: schemas_models.AddAdapterRequest
+    ) -> Iterator[schemas_models.Progress]:
         """Add a LoRA adapter and yield the progress; the last ``Progress`` has the base."""
 
     @_operation("POST", "/presets", unbounded=True)
-    def add_preset(self, body: AddPresetRequest) -> ModelInfo:
+    def add_preset(self, body: schemas_models.AddPresetRequest) -> schemas_models.ModelInfo:
         """Add a preset; return its model.
 
         Raises:
@@ -218,104 +179,93 @@ class AdminApi:
         """
 
     @_operation("PATCH", "/models/{name}", unbounded=True)
-    def set_model(self, name: str, body: SetModelRequest) -> ModelInfo:
+    def set_model(
+        self, name: str, body: schemas_models.SetModelRequest
+    ) -> schemas_models.ModelInfo:
         """Change a model's targets, aliases or options; return the changed model.
 
         The daemon makes one change of a model at a time: the call waits for loads of the model.
-
-        Raises:
-            Refused: an alias is taken.
+        Raises Refused: an alias is taken.
         """
 
     @_operation("DELETE", "/models/{name}", unbounded=True)
-    def remove_model(self, name: str, mode: RemoveMode = "refuse") -> ModelInfo:
+    def remove_model(self, name: str, mode: RemoveMode = "refuse") -> schemas_models.ModelInfo:
         """Remove a model from the registry; return the model's last state.
 
         ``mode`` decides about live requests: ``refuse`` keeps the model if there are any, ``drain``
-        waits, ``force`` aborts the requests. The call waits for another change in progress.
-
-        Raises:
-            Refused: the model has live requests and ``mode`` is ``refuse``.
+        waits, ``force`` aborts the requests. The call waits for another change in progress. Raises
+        Refused: the model has live requests and ``mode`` is ``refuse``.
         """
 
-    @_operation("PUT", "/hosting/{name}", SetHostingRequest, unbounded=True)
-    def host(self, name: str, devices: Sequence[int]) -> ModelInfo:
+    @_operation("PUT", "/hosting/{name}", schemas.SetHostingRequest, unbounded=True)
+    def host(self, name: str, devices: Sequence[int]) -> schemas_models.ModelInfo:
         """Choose the devices of a model's engines; no devices leave the choice to the scheduler.
 
-        Returns when the devices in service have loaded the model.
-
-        Raises:
-            GpupoolError: a device could not load the model; the choice holds.
+        Returns when the devices in service have loaded the model. Raises GpupoolError: a device
+        could not load the model; the choice holds.
         """
 
     @_operation("DELETE", "/loaded/{name}", unbounded=True)
     def unload(
         self, name: str, mode: RemoveMode = "refuse", *, keep_host: bool = False
-    ) -> Unloaded:
+    ) -> schemas.Unloaded:
         """Free a model's memory on all devices and on the host; the next request restores the
         model.
 
         ``mode`` decides about live requests: ``refuse`` changes nothing if there are any, ``drain``
-        waits, ``force`` aborts the requests.
-
-        Raises:
-            Refused: the model has live requests and ``mode`` is ``refuse``, or its snapshot is
-                pinned.
+        waits, ``force`` aborts the requests. Raises Refused: the model has live requests and
+        ``mode`` is ``refuse``, or its snapshot is pinned.
         """
 
     @_operation("GET", "/cache")
-    def cache(self) -> CacheInfo:
+    def cache(self) -> schemas.CacheInfo:
         """Return the models' weights snapshots and the use of the budgets."""
 
-    @_operation("PATCH", "/cache/{name}", SetCachedRequest)
-    def pin(self, name: str, is_pinned: bool = True) -> CachedModel:
+    @_operation("PATCH", "/cache/{name}", schemas.SetCachedRequest)
+    def pin(self, name: str, is_pinned: bool = True) -> schemas.CachedModel:
         """Pin a model's snapshot in host memory, or unpin the snapshot.
 
-        Raises:
-            Refused: the pinned snapshots would exceed the cache.
+        Raises Refused: the pinned snapshots would exceed the cache.
         """
 
     @_operation("DELETE", "/cache/{name}", unbounded=True)
-    def drop_snapshot(self, name: str) -> CachedModel:
+    def drop_snapshot(self, name: str) -> schemas.CachedModel:
         """Drop a model's snapshot from host memory; the next request restores the snapshot.
 
-        Raises:
-            Refused: the snapshot is pinned, in use or loading.
+        Raises Refused: the snapshot is pinned, in use or loading.
         """
 
     @_operation("POST", "/cache/{name}", unbounded=True)
-    def warm(self, name: str) -> CachedModel:
+    def warm(self, name: str) -> schemas.CachedModel:
         """Load a model's snapshot into host memory; return at the end of the load."""
 
-    @_operation("PATCH", "/devices/{device}", SetDeviceRequest)
-    def set_role(self, device: int, role: RoleName) -> DeviceInfo:
+    @_operation("PATCH", "/devices/{device}", schemas.SetDeviceRequest)
+    def set_role(self, device: int, role: schemas.RoleName) -> schemas.DeviceInfo:
         """Set a worker's role; ``auto`` leaves the choice to the policy."""
 
     @_operation("POST", "/devices/{device}/drain", unbounded=True)
-    def drain(self, device: int) -> DeviceInfo:
+    def drain(self, device: int) -> schemas.DeviceInfo:
         """Drain a worker: return when no requests are left; ``undrain`` ends the state.
 
-        Raises:
-            TimedOut: requests are left after the configured time.
+        Raises TimedOut: requests are left after the configured time.
         """
 
     @_operation("DELETE", "/devices/{device}/drain")
-    def undrain(self, device: int) -> DeviceInfo:
+    def undrain(self, device: int) -> schemas.DeviceInfo:
         """End the drain of a worker."""
 
     @_operation("POST", "/devices/{device}/park", unbounded=True)
-    def park(self, device: int) -> DeviceInfo:
+    def park(self, device: int) -> schemas.DeviceInfo:
         """Make a device without requests give its memory back, until a request or ``wake``.
 
-        Raises:
-            Refused: the device has requests or a load, or is not ready.
+        Raises Refused: the device has requests or a load, or is not ready.
         """
 
     @_operation("DELETE", "/devices/{device}/park")
-    def wake(self, device: int) -> DeviceInfo:
+    def wake(self, device: int) -> schemas.DeviceInfo:
         """Wake a parked device."""
 
-    @_operation("POST", "/devices/{device}/operations", OperateRequest, unbounded=True)
+    @_operation("POST", "/devices/{device}/operations", schemas.OperateRequest, unbounded=True)
     def operate(self, device: int, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Run an operation of the module in ``GPUPOOL_OPERATIONS`` on a worker; may take minutes.
 
@@ -325,19 +275,18 @@ class AdminApi:
         """
 
     @_operation("GET", "/config")
-    def config(self) -> ConfigInfo:
+    def config(self) -> schemas.ConfigInfo:
         """Return all configuration keys with the daemon's values."""
 
-    @_operation("POST", "/config/diff", DiffRequest)
-    def config_diff(self, text: str | None = None, name: str = "") -> DiffInfo:
+    @_operation("POST", "/config/diff", schemas.DiffRequest)
+    def config_diff(self, text: str | None = None, name: str = "") -> schemas.DiffInfo:
         """Compare the ``text`` of a file called ``name``, or the daemon's file, with the settings.
 
-        Raises:
-            ConfigError: the file has an error.
+        Raises ConfigError: the file has an error.
         """
 
     @_operation("POST", "/reload")
-    def reload(self) -> ReloadInfo:
+    def reload(self) -> schemas.ReloadInfo:
         """Make the daemon read its configuration again.
 
         Raises:
@@ -346,19 +295,18 @@ class AdminApi:
         """
 
     @_operation("GET", "/machine")
-    def machine(self) -> MachineInfo:
+    def machine(self) -> schemas.MachineInfo:
         """Return folders and limits as the daemon finds them."""
 
     @_operation("POST", "/check")
     def check(self) -> list[dict[str, int]]:
         """Check every worker's accounts against its device's page tables; return page counts.
 
-        Raises:
-            Failed: the accounts disagree, or a worker is down.
+        Raises Failed: the accounts disagree, or a worker is down.
         """
 
     @_operation("GET", "/ps")
-    def ps(self) -> Ps:
+    def ps(self) -> schemas.Ps:
         """Return the present devices, models and live requests."""
 
     @_operation("GET", "/top")
@@ -371,18 +319,18 @@ class AdminApi:
         events: Count = 100,
         requests: Count = 500,
         minutes: bool = True,
-    ) -> Top:
+    ) -> schemas.Top:
         """Return the present state, with at most so many turns and events after these ids.
 
         Without ``minutes`` the models' attainment by minute is left out.
         """
 
     @_operation("GET", "/turns")
-    def turns(self, after: Id = 0, limit: Limit = 1000) -> list[TurnInfo]:
+    def turns(self, after: Id = 0, limit: Limit = 1000) -> list[schemas.TurnInfo]:
         """Return the latest ``limit`` turns with ids above ``after``, oldest first."""
 
     @_operation("DELETE", "/requests/{request_id}")
-    def cancel(self, request_id: str) -> CancelledRequest:
+    def cancel(self, request_id: str) -> schemas.CancelledRequest:
         """End a live request with an error for the client."""
 
     @_operation("GET", "/why/{name}")
@@ -433,7 +381,7 @@ class AdminApi:
         """Yield the latest ``limit`` finished requests, latest arrival first."""
 
     @_operation("GET", "/usage")
-    def usage(self, since_s: Since = 3600.0) -> UsageInfo:
+    def usage(self, since_s: Since = 3600.0) -> schemas.UsageInfo:
         """Return the use of the GPUs in the hours of the last ``since_s`` seconds."""
 
     @_operation("GET", "/event-log")
@@ -458,7 +406,7 @@ class AdminApi:
         lines: Annotated[int, Field(ge=0, le=100_000)] = 100,
         process: str | None = None,
         follow: bool = False,
-    ) -> Iterator[LogLine]:
+    ) -> Iterator[schemas.LogLine]:
         """Yield the last ``lines`` lines of the daemon's log or of one process's log.
 
         With ``follow``, new lines follow until the daemon stops.
@@ -469,49 +417,46 @@ class AdminApi:
         """Return the metrics in Prometheus' format for text."""
 
     @_operation("GET", "/batches")
-    def batches(self, limit: Limit = 100, *, ended: bool = False) -> list[BatchInfo]:
+    def batches(self, limit: Limit = 100, *, ended: bool = False) -> list[schemas.BatchInfo]:
         """Return the latest batches of all keys."""
 
     @_operation("GET", "/keys")
-    def api_keys(self, *, revoked: bool = False) -> list[KeyInfo]:
+    def api_keys(self, *, revoked: bool = False) -> list[schemas_access.KeyInfo]:
         """Return all API keys by name, with their use."""
 
     @_operation("POST", "/keys")
-    def add_key(self, body: AddKeyRequest) -> NewKey:
+    def add_key(self, body: schemas_access.AddKeyRequest) -> schemas_access.NewKey:
         """Create a key; only this answer contains the key's text.
 
-        Raises:
-            UsageError, Refused: the name is invalid or taken.
+        Raises UsageError, Refused: the name is invalid or taken.
         """
 
     @_operation("PATCH", "/keys/{name}")
-    def set_key(self, name: str, body: SetKeyRequest) -> KeyInfo:
+    def set_key(self, name: str, body: schemas_access.SetKeyRequest) -> schemas_access.KeyInfo:
         """Change a key's rights and limits, from the next request on.
 
-        Raises:
-            NoSuchKey: there is no key of this name; also of the next operations.
+        Raises NoSuchKey: there is no key of this name; also of the next operations.
         """
 
-    @_operation("POST", "/keys/{name}/rotate", RotateKeyRequest)
-    def rotate_key(self, name: str, grace_s: float) -> NewKey:
+    @_operation("POST", "/keys/{name}/rotate", schemas_access.RotateKeyRequest)
+    def rotate_key(self, name: str, grace_s: float) -> schemas_access.NewKey:
         """Give a key a new secret; the old secret stays valid for ``grace_s`` seconds."""
 
     @_operation("DELETE", "/keys/{name}")
-    def remove_key(self, name: str) -> KeyInfo:
+    def remove_key(self, name: str) -> schemas_access.KeyInfo:
         """Revoke a key; the key's running requests continue."""
 
     @_operation("GET", "/fleet")
-    def fleet_report(self) -> FleetReport:
+    def fleet_report(self) -> schemas_access.FleetReport:
         """Return what the fleet needs to know of the daemon."""
 
-    @_operation("POST", "/fleet/charges", ChargeKeysRequest)
-    def charge_keys(self, uses: dict[str, RateUse]) -> FleetReport:
+    @_operation("POST", "/fleet/charges", schemas_access.ChargeKeysRequest)
+    def charge_keys(self, uses: dict[str, RateUse]) -> schemas_access.FleetReport:
         """Charge use of API keys on other nodes to the rates of the daemon's keys."""
 
-    @_operation("PUT", "/fleet", SetFleetRequest)
-    def set_fleet_secret(self, secret: str) -> FleetReport:
+    @_operation("PUT", "/fleet", schemas_access.SetFleetRequest)
+    def set_fleet_secret(self, secret: str) -> schemas_access.FleetReport:
         """Let the daemon take requests of a fleet's entrance; an empty secret ends that.
 
-        Raises:
-            UsageError, Failed: the secret has another form, or cannot be stored.
+        Raises UsageError, Failed: the secret has another form, or cannot be stored.
         """

@@ -63,11 +63,7 @@ class AdapterFacts:
 
 
 def check_adapter_config(path: Path) -> dict[str, Any]:
-    """Return the adapter's configuration after checking it.
-
-    Raises Refused: the file is missing, too large or unreadable, or the adapter is of a kind that
-    the engine does not compute.
-    """
+    """Return the adapter's configuration after checking it."""
     file = path / layout.ADAPTER_CONFIG_FILE
     if not os.path.exists(file):
         hint = f"give the folder that holds {layout.ADAPTER_CONFIG_FILE}"

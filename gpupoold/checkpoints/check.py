@@ -150,11 +150,12 @@ def check_checkpoint(
     counts = {dtype: count for dtype, count in elements.items() if count}
     if not counts:
         raise Refused(f"{path}: the weight files ({_some(files)}) hold no tensors")
+    commonest = max(counts, key=lambda dtype: counts[dtype])
     return CheckpointInfo(
         path=path,
         architecture=str(config["architectures"][0]),
         model_type=str(config.get("model_type", "")),
-        dtype=_config_dtype(config) or _commonest_dtype(counts),
+        dtype=_config_dtype(config) or TORCH_DTYPES.get(commonest, commonest.lower()),
         weight_bytes=sum(count * DTYPE_BITS[dtype] // 8 for dtype, count in counts.items()),
         num_parameters=sum(counts.values()),
         elements=tuple(sorted(counts.items())),
@@ -165,11 +166,7 @@ def check_checkpoint(
 
 
 def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
-    """Return the checkpoint's ``config.json`` after checking it.
-
-    Raises:
-        Refused: the file is missing or unreadable, names no architecture, or requires its own code.
-    """
+    """Return the checkpoint's ``config.json`` after checking it."""
     file = path / layout.CONFIG_FILE
     if not os.path.exists(file):
         check_format(f"{path}:", list_folder(path))
@@ -380,11 +377,6 @@ def _config_dtype(config: dict[str, Any]) -> str | None:
     return None
 
 
-def _commonest_dtype(counts: dict[str, int]) -> str:
-    commonest = max(counts, key=lambda dtype: counts[dtype])
-    return TORCH_DTYPES.get(commonest, commonest.lower())
-
-
 def _max_length(config: dict[str, Any]) -> int | None:
     for part in _parts(config):
         for key in _MAX_LENGTH_KEYS:
@@ -445,10 +437,7 @@ def _is_module(value: object) -> bool:
 
 
 def check_numbers(file: Path, value: Any) -> None:
-    """Check every number of a JSON value.
-
-    Raises Refused: a number is not finite, or out of range; the message names the key.
-    """
+    """Check every number of a JSON value."""
     for keys, number in numbers(value):
         if problem := _problem(keys, number):
             raise Refused(f"{file}: {dotted(keys)} is {_shown(number)}, {problem}", _USE_ORIGINAL)

@@ -225,10 +225,7 @@ def has_size(path: Path, num_bytes: int) -> bool:
 
 @dataclass(eq=False)
 class DownloadProgress:
-    """Downloaded bytes, shared by the threads; reports at most every ``REPORT_INTERVAL_S``.
-
-    ``clock`` returns seconds.
-    """
+    """Downloaded bytes, shared by the threads; reports at most every ``REPORT_INTERVAL_S``."""
 
     total_bytes: int
     report: ProgressCallback

@@ -171,8 +171,9 @@ class Hub:
             if response.is_error:
                 response.read()
             hf_raise_for_status(response)
-            begin = _range_begin(response.headers.get("Content-Range", ""))
-            if response.status_code == 206 and begin != offset:
+            content_range = response.headers.get("Content-Range", "")  # such as bytes 5-9/10
+            begin = content_range.removeprefix("bytes ").partition("-")[0]
+            if response.status_code == 206 and begin != str(offset):
                 raise RangeRefused
             start = offset if response.status_code == 206 else 0
             # In pieces as received: a larger piece would be lost with the connection.
@@ -269,12 +270,6 @@ class Hub:
             return "give --source PATH"
         folders = ", ".join(map(str, self.model_dirs))
         return f"give --source PATH or put the checkpoint in one of {folders}"
-
-
-def _range_begin(content_range: str) -> int | None:
-    """Return the first byte of a ``Content-Range``, 5 for ``bytes 5-9/10``."""
-    begin = content_range.removeprefix("bytes ").partition("-")[0]
-    return int(begin) if begin.isdigit() else None
 
 
 def _is_client_error(error: Exception) -> bool:

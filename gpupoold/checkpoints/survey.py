@@ -182,7 +182,9 @@ def drafter_elements(engine: Mapping[str, str], model: Path | None = None) -> di
     weight file of the drafter is damaged, or the folder has no weights.
     """
     method, folder = drafter_of(engine)
-    if folder is None or (_is_mtp(method) and model and folder.resolve() == model.resolve()):
+    # vLLM reads a module for MTP by this name, or by a family's older name.
+    is_mtp = method is not None and (method == "mtp" or method.endswith("_mtp"))
+    if folder is None or (is_mtp and model and folder.resolve() == model.resolve()):
         return {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -214,11 +216,6 @@ def drafter_of(engine: Mapping[str, str]) -> tuple[str | None, Path | None]:
 def _text(config: dict[str, object], key: str) -> str | None:
     value = config.get(key)
     return value if isinstance(value, str) else None
-
-
-def _is_mtp(method: str | None) -> bool:
-    """Return whether vLLM reads a module for MTP: ``mtp``, or a family's older name."""
-    return method is not None and (method == "mtp" or method.endswith("_mtp"))
 
 
 def why_checkpoint_undivided(config: Mapping[str, Any], degree: int) -> str:

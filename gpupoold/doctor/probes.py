@@ -25,16 +25,7 @@ from gpupoold.api.paths import SOCKET_FILE_NAME, default_socket_path
 from gpupoold.api.schemas import MachineInfo
 from gpupoold.config.file import missing_gpus, read_config_file
 from gpupoold.config.schema import Settings, chosen_path
-from gpupoold.doctor.facts import (
-    DaemonFacts,
-    DatabaseFacts,
-    Facts,
-    KernelFacts,
-    LimitFacts,
-    NetworkFacts,
-    NumaFacts,
-    VersionFacts,
-)
+from gpupoold.doctor import facts
 from gpupoold.doctor.probe_gpu import gpu_facts
 from gpupoold.doctor.probe_host import folder_facts, limit_facts, memory_facts
 from gpupoold.errors import ConfigError, Failed, GpupoolError
@@ -55,7 +46,7 @@ class _Configured:
     missing_gpus: tuple[str, str] = ("", "")
 
 
-def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
+def find_facts(config: Path | None, socket_path: Path | None) -> facts.Facts:
     """Return all facts about this machine and the daemon, whether the daemon runs or not.
 
     ``config`` None means the file of the running daemon, or the daemon's default path;
@@ -85,7 +76,7 @@ def find_facts(config: Path | None, socket_path: Path | None) -> Facts:
     # A running daemon has checked the database when starting, and writes to the database.
     if settings is not None and not daemon.is_running:
         database = database_facts(settings.paths.state_dir / DATABASE_NAME)
-    return Facts(
+    return facts.Facts(
         config_path=str(config or chosen_path() or "the default configuration"),
         problem=found.problem,
         fix=found.fix,
@@ -112,10 +103,10 @@ def _configured(config: Path | None) -> _Configured:
     return _Configured(file.settings, missing_gpus=missing_gpus(file))
 
 
-def _limits(machine: MachineInfo | None, daemon: DaemonFacts) -> LimitFacts:
+def _limits(machine: MachineInfo | None, daemon: facts.DaemonFacts) -> facts.LimitFacts:
     if machine is None:
         return limit_facts(daemon.pid)
-    return LimitFacts(
+    return facts.LimitFacts(
         "the daemon",
         machine.open_files,
         machine.processes,
@@ -124,18 +115,18 @@ def _limits(machine: MachineInfo | None, daemon: DaemonFacts) -> LimitFacts:
     )
 
 
-def daemon_facts(client: AdminClient) -> DaemonFacts:
+def daemon_facts(client: AdminClient) -> facts.DaemonFacts:
     try:
         status = client.status()
         models, cached = client.models(), client.cache().models
     except GpupoolError as error:
-        return DaemonFacts(problem=error.message, fix=error.hint)
+        return facts.DaemonFacts(problem=error.message, fix=error.hint)
     unsound = ""
     try:
         client.check()
     except Failed as error:
         unsound = error.message
-    return DaemonFacts(
+    return facts.DaemonFacts(
         pid=status.pid,
         state=status.state,
         version=status.version,
@@ -147,7 +138,7 @@ def daemon_facts(client: AdminClient) -> DaemonFacts:
     )
 
 
-def numa_facts() -> NumaFacts:
+def numa_facts() -> facts.NumaFacts:
     """Return the NUMA nodes, and whether memory may be taken from one of them."""
     problem, size = "", os.sysconf("SC_PAGE_SIZE")
     flags = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS
@@ -161,10 +152,10 @@ def numa_facts() -> NumaFacts:
     is_balancing = False
     with suppress(OSError):
         is_balancing = _BALANCING.read_text().strip() not in ("", "0")
-    return NumaFacts(libc.num_nodes(), is_balancing, problem, libc.node_bytes())
+    return facts.NumaFacts(libc.num_nodes(), is_balancing, problem, libc.node_bytes())
 
 
-def kernel_facts() -> KernelFacts:
+def kernel_facts() -> facts.KernelFacts:
     """Try the kernel features that memory and processes need."""
     missing = {}
     attempts: dict[str, Callable[[], None]] = {
@@ -177,7 +168,7 @@ def kernel_facts() -> KernelFacts:
             attempt()
         except (OSError, AttributeError) as error:
             missing[what] = str(error)
-    return KernelFacts(platform.release(), missing)
+    return facts.KernelFacts(platform.release(), missing)
 
 
 def _try_moving_pages() -> None:
@@ -197,42 +188,43 @@ def _try_moving_pages() -> None:
         libc.munmap(target, size)
 
 
-def network_facts(settings: Settings, socket_path: Path, daemon: DaemonFacts) -> NetworkFacts:
+def network_facts(
+    settings: Settings, socket_path: Path, daemon: facts.DaemonFacts
+) -> facts.NetworkFacts:
     server = settings.server
     # A service has the address of its socket unit.
     address = daemon.http_url or f"{server.host}:{server.port}"
     problem = ""
     if not daemon.is_running:
-        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        with socket.socket(server.family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((server.host, server.port))
             except OSError as error:
                 problem = error.strerror or str(error)
-    return NetworkFacts(address, problem, socket_path)
+    return facts.NetworkFacts(address, problem, socket_path)
 
 
-def database_facts(path: Path) -> DatabaseFacts:
+def database_facts(path: Path) -> facts.DatabaseFacts:
     """Run SQLite's checks on a database that no process has open."""
     newest = MIGRATIONS[-1].number
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        return DatabaseFacts(path, 0, newest)
+        return facts.DatabaseFacts(path, 0, newest)
     except OSError as error:
-        return DatabaseFacts(path, 0, newest, error.strerror or str(error))
+        return facts.DatabaseFacts(path, 0, newest, error.strerror or str(error))
     if size == 0:
-        return DatabaseFacts(path, 0, newest)
+        return facts.DatabaseFacts(path, 0, newest)
     try:
         # On a copy, because even opening a database for reading may write to the file.
         with tempfile.TemporaryDirectory() as folder:
             return _examine(path, Path(folder), newest)
     except (OSError, sqlite3.Error) as error:
-        return DatabaseFacts(path, 0, newest, str(error))
+        return facts.DatabaseFacts(path, 0, newest, str(error))
 
 
-def _examine(path: Path, folder: Path, newest: int) -> DatabaseFacts:
+def _examine(path: Path, folder: Path, newest: int) -> facts.DatabaseFacts:
     for suffix in ("", "-wal"):
         source = path.with_name(path.name + suffix)
         if suffix and not source.exists():
@@ -241,10 +233,10 @@ def _examine(path: Path, folder: Path, newest: int) -> DatabaseFacts:
     with closing(sqlite3.connect(folder / path.name)) as connection:
         (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         rows = connection.execute("SELECT max(number) FROM schema_migrations").fetchone()
-    return DatabaseFacts(path, rows[0] or 0, newest, "" if verdict == "ok" else verdict)
+    return facts.DatabaseFacts(path, rows[0] or 0, newest, "" if verdict == "ok" else verdict)
 
 
-def version_facts() -> VersionFacts:
+def version_facts() -> facts.VersionFacts:
     needed: dict[str, str] = {}
     with suppress(importlib.metadata.PackageNotFoundError):
         for line in importlib.metadata.requires("gpupool") or ():
@@ -257,7 +249,7 @@ def version_facts() -> VersionFacts:
             installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             installed[name] = None
-    return VersionFacts(
+    return facts.VersionFacts(
         platform.python_version(),
         __version__,
         installed,

@@ -415,10 +415,7 @@ def _engine_client(client: PoolClient) -> Iterator[None]:
 
 
 def change_handlers(state: Any, model_config: Any) -> None:
-    """Change the handlers of a new application.
-
-    The handlers get gpupool's bounds, names and messages; requests are answered as by vLLM.
-    """
+    """Change the handlers of a new application."""
     # vLLM's OnlineRenderer creates the error while rendering a chat; the request's own fields alone
     # do not show whether tools are needed. The options are gpupool's in place of vLLM's.
     model = model_config.served_model_name

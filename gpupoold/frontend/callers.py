@@ -115,10 +115,7 @@ class Callers:
         self.known.set()
 
     def of_batch(self, owner: str) -> Caller | None:
-        """Return the caller of a batch's requests, None if the owner may send none any more.
-
-        ``owner`` is the id of the key that the batch was created with, empty without one.
-        """
+        """Return the caller of a batch's requests, None if the owner may send none any more."""
         if not owner:
             return None if self._are_required else replace(self._anybody, is_batch=True)
         caller = self._by_id.get(owner)

@@ -64,10 +64,7 @@ def is_long_conversation(name: str, num_bytes: int, path: str) -> bool:
 
 
 def check_conversation(name: str, value: Any, path: str) -> None:
-    """Check the field called ``name`` of a request to ``path``.
-
-    Raises ApiError: 400; the field is an object, or a list with an element that is no message.
-    """
+    """Check the field called ``name`` of a request to ``path``."""
     if isinstance(value, dict):  # vLLM iterates over the keys
         raise bad_request(f"`{name}` must be a list, or text.", param=name)
     if not isinstance(value, list):
@@ -176,8 +173,11 @@ def num_inputs(body: bytes, path: str) -> tuple[int, str]:
     """Return the largest number of engine requests of a body sent to ``path``, and a field.
 
     The field is the one with most inputs. Embedding models score a pair by two requests, one for
-    each side. Raises msgspec.DecodeError: the body is not valid JSON. Raises
-    msgspec.ValidationError: the body is no object.
+    each side.
+
+    Raises:
+        msgspec.DecodeError: the body is not valid JSON.
+        msgspec.ValidationError: the body is no object.
     """
     fields = _decoder.decode(body)
     names: Iterable[str] = (*_QUERIES, *_DOCUMENTS) if path in SCORING_PATHS else ("input",)

@@ -29,14 +29,7 @@ from gpupoold.frontend.errors import ApiError, not_understood
 from gpupoold.frontend.request_context import RequestLocal, sample_number
 from gpupoold.stats.histogram import Histogram
 from gpupoold.units import OFF, gap_s_of
-from gpupoold.wire.messages import (
-    AdmissionAnswer,
-    AskWaits,
-    FirstTokens,
-    RequestProgress,
-    RequestWait,
-    Waits,
-)
+from gpupoold.wire import messages
 
 _logger = logging.getLogger(__name__)
 # Seconds after which a client may repeat a request that a stopping server has ended. Connections
@@ -113,7 +106,7 @@ class Gate:
         self.request_ids.append(request_id)
         self._num_unanswered += 1
 
-    def answered(self, message: AdmissionAnswer) -> list[str]:
+    def answered(self, message: messages.AdmissionAnswer) -> list[str]:
         """Handle the daemon's answer; return the requests to end after a refusal."""
         self._num_unanswered -= 1
         if self.refusal is None:
@@ -212,7 +205,7 @@ class Gates:
             if gate.answer.tells_tokens:
                 self._telling[request_id] = gate.answer
 
-    def answered(self, message: AdmissionAnswer) -> list[str]:
+    def answered(self, message: messages.AdmissionAnswer) -> list[str]:
         """Handle the daemon's answer; return the requests to end after a refusal."""
         gate = self._waiting.pop(message.request_id, None)
         if gate is not None:
@@ -223,14 +216,14 @@ class Gates:
             return gate.answered(message)
         return [] if message.status == HTTPStatus.OK else [message.request_id]
 
-    def progressed(self, progress: Iterable[RequestProgress]) -> None:
+    def progressed(self, progress: Iterable[messages.RequestProgress]) -> None:
         if self._telling:
             for item in progress:
                 if (answer := self._telling.get(item.request_id)) is not None:
                     number = sample_number(item.request_id)
                     answer.note_tokens(number, item.new_token_ids, item.finish_reason)
 
-    def first_tokens(self, message: FirstTokens) -> None:
+    def first_tokens(self, message: messages.FirstTokens) -> None:
         for first in message.requests:
             answer = self._admitted.get(first.request_id)
             if answer is not None:
@@ -243,22 +236,9 @@ class Gates:
             answer.note_cached(num_cached_tokens)
 
 
-class Stream(Protocol):
-    """An answer on its way to a client, see :class:`.client_answer.ClientAnswer`.
-
-    Comments begin after the admission, so a refusal has its own HTTP status, and end with the
-    engine's first output.
-    """
-
-    @property
-    def takes_comments(self) -> bool: ...
-
-    def comment(self, text: str) -> None: ...
-
-
 @dataclass(slots=True)
 class _Waiting:
-    stream: Stream
+    stream: ClientAnswer
     due_s: float
     """Time of the next question to the daemon."""
 
@@ -275,7 +255,8 @@ def wants_comments(scope: Scope) -> bool:
 class WaitComments:
     """Asks the daemon about the waiting streams of this frontend; for the event loop.
 
-    ``interval_s`` may change at any time; 0 means no comments.
+    Comments begin after the admission, so a refusal has its own HTTP status, and end with the
+    engine's first output. ``interval_s`` may change at any time; 0 means no comments.
     """
 
     send: Callable[[msgspec.Struct], None]
@@ -284,7 +265,7 @@ class WaitComments:
     _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
     _asking: asyncio.Task[None] | None = field(default=None, init=False)
 
-    def begin(self, request_id: str, stream: Stream) -> None:
+    def begin(self, request_id: str, stream: ClientAnswer) -> None:
         if not self.interval_s:
             return
         self._waiting[request_id] = _Waiting(stream, self.clock() + self._every_s)
@@ -295,11 +276,11 @@ class WaitComments:
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
 
-    def progressed(self, progress: Iterable[RequestProgress]) -> None:
+    def progressed(self, progress: Iterable[messages.RequestProgress]) -> None:
         if self._waiting:
             self.end(item.request_id for item in progress)
 
-    def told(self, message: Waits) -> None:
+    def told(self, message: messages.Waits) -> None:
         for wait in message.waits:
             waiting = self._waiting.get(wait.request_id)
             if waiting is not None:
@@ -324,10 +305,10 @@ class WaitComments:
             for _, waiting in due:
                 waiting.due_s = now_s + every_s
             if due:
-                self.send(AskWaits([name for name, _ in due]))
+                self.send(messages.AskWaits([name for name, _ in due]))
 
 
-def comment_of(wait: RequestWait) -> str:
+def comment_of(wait: messages.RequestWait) -> str:
     text = "gpupool waiting"
     if wait.place:
         text += f" place={wait.place}"

@@ -184,10 +184,7 @@ class Mounts:
 
 
 class Catalog:
-    """The registered models by name and alias.
-
-    A caller may be restricted to some models: the others do not exist for that caller.
-    """
+    """The registered models by name and alias."""
 
     def __init__(self) -> None:
         self.ready = False
@@ -207,10 +204,7 @@ class Catalog:
         } | self._models
 
     def find(self, name: str, scope: ModelScope = None) -> ServedModel:
-        """The model of this name or alias.
-
-        Raises ApiError: 404, with the nearest names; 503 before the daemon named any.
-        """
+        """The model of this name or alias."""
         self._require_known()
         model = self._by_any_name.get(name)
         if model is None or not _is_in(model, scope):

@@ -165,10 +165,7 @@ def bound_media(renderer: Any) -> None:
 
 
 def count_features(prompt: Any, num_samples: int) -> None:
-    """Count a prompt's processed images as bytes in flight, once for each of the answers.
-
-    Raises VLLMValidationError: too many bytes are in flight; the client gets 413 or 429.
-    """
+    """Count a prompt's processed images as bytes in flight, once for each of the answers."""
     if items := prompt.get("mm_kwargs") if isinstance(prompt, dict) else None:
         charge(num_samples * MultiModalCache.get_item_size(items), "image_url")
 

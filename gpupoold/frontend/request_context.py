@@ -184,10 +184,7 @@ class BytesInFlight:
                 del self._of_keys[key_id]
 
     def take(self, holding: BodyHolding, num_bytes: int) -> None:
-        """Add bytes to a request's share.
-
-        Raises ApiError: 413 if the share could never be granted, 429 if not now.
-        """
+        """Add bytes to a request's share."""
         key_id = holding.key_id
         bound = self.bound_of(key_id)
         if holding.num_bytes + num_bytes > bound:
@@ -271,10 +268,7 @@ def name_responses(serving: Any) -> None:
 
 
 def name_as_requested(models: Any) -> None:
-    """Make vLLM's list of served names return the name in the request.
-
-    vLLM names an alias's model, of which a preset is one here.
-    """
+    """Make vLLM's list of served names return the name in the request."""
     name_of: Callable[..., str] = models.model_name
     models.model_name = lambda lora_request=None: answer_name.get() or name_of(lora_request)
 
@@ -299,10 +293,7 @@ def check_client_id(value: object, where: str) -> None:
 
 
 def with_id(scope: Scope, ids: RequestIds, *, body_has_id: bool) -> Scope:
-    """The same request with an id for the model's API: the client's, or else ours.
-
-    Raises ApiError: 400; the client's header ``X-Request-Id`` is not an id.
-    """
+    """The same request with an id for the model's API: the client's, or else ours."""
     sent = [value for name, value in scope["headers"] if name == _HEADER]
     for value in sent:
         check_client_id(value.decode("latin-1"), "The header `X-Request-Id`")
@@ -374,10 +365,7 @@ class RequestImages:
         self._beginning: asyncio.Task[bool] | None = None
 
     def add_pixels(self, size: tuple[int, int], max_pixels: int) -> None:
-        """Count an image of ``size``, from any thread.
-
-        Raises BadImage: the request's images have more than ``max_pixels`` in total.
-        """
+        """Count an image of ``size``, from any thread."""
         width, height = size
         with self._lock:
             self._num_pixels += width * height

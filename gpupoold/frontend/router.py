@@ -22,6 +22,7 @@ from gpupoold.checkpoints.peers import LISTING_METHOD, PATH as CHECKPOINTS_PATH,
 from gpupoold.checkpoints.resolve import is_hub_id
 from gpupoold.domain import Preset
 from gpupoold.engine_options.defaults import with_defaults
+from gpupoold.frontend import errors, request_context
 from gpupoold.frontend.answer_fields import with_errors_of
 from gpupoold.frontend.batches.openapi import PATHS as BATCH_PATHS
 from gpupoold.frontend.batches.service import BatchService, Exchange
@@ -50,38 +51,9 @@ from gpupoold.frontend.callers import (
 from gpupoold.frontend.client_answer import TracedRequest, Traces
 from gpupoold.frontend.conversations import POOLING_PATHS, without_token_ids
 from gpupoold.frontend.daemon_calls import MetricsCalls
-from gpupoold.frontend.errors import (
-    ApiError,
-    NotYet,
-    allow_header,
-    bad_request,
-    method_not_allowed,
-    no_such_path,
-    not_ready,
-    send_empty,
-    send_error,
-    send_json,
-    short,
-)
 from gpupoold.frontend.gates import Gates, wanted_gap_s, wanted_pace, wants_comments
 from gpupoold.frontend.mounts import Catalog, ModelScope as ModelScope, Mount, Mounts, model_row
 from gpupoold.frontend.openapi import describe
-from gpupoold.frontend.request_context import (
-    INPUTS_AT_ONCE,
-    MAX_ENTRIES,
-    MAX_ENTRIES_AT_ONCE,
-    NUM_DECODING,
-    BodyHolding,
-    BytesInFlight,
-    RequestIds,
-    RequestTally,
-    answer_name,
-    bounding_images,
-    counts,
-    request_ids,
-    sending_id,
-    with_id,
-)
 from gpupoold.system.http_protocol import unread_coding
 from gpupoold.wire.messages import ServedModel
 
@@ -143,7 +115,9 @@ class Bounds:
 
     max_body_bytes: int = 0
     max_live_requests: int = 0
-    in_flight: BytesInFlight = field(default_factory=lambda: BytesInFlight(0))
+    in_flight: request_context.BytesInFlight = field(
+        default_factory=lambda: request_context.BytesInFlight(0)
+    )
     hold_until_s: float = 0.0
     """The end of the time, on the monotonic clock, in which requests wait for their model."""
 
@@ -171,7 +145,7 @@ class Router:
 
     def __post_init__(self) -> None:
         self._checkpoint_files = CheckpointFiles(self.services.fleet_calls)
-        self._decoding = asyncio.Semaphore(NUM_DECODING)
+        self._decoding = asyncio.Semaphore(request_context.NUM_DECODING)
         self._cors = Cors(self._serve, self.callers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,19 +154,21 @@ class Router:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["path"] = without_slash(scope["path"])
-        ids = RequestIds()
-        send = with_errors_of(scope["path"], sending_id(send, ids))
+        ids = request_context.RequestIds()
+        send = with_errors_of(scope["path"], request_context.sending_id(send, ids))
         try:
             await self._dispatch(scope, receive, send, ids)
         except Disconnected:
             pass
-        except ApiError as error:
-            await send_error(send, error)
+        except errors.ApiError as error:
+            await errors.send_error(send, error)
         except Exception:
             # The model's API has answered 500, or else the server does.
             logger.exception("%s %s failed", scope["method"], scope["path"])
 
-    async def _dispatch(self, scope: Scope, receive: Receive, send: Send, ids: RequestIds) -> None:
+    async def _dispatch(
+        self, scope: Scope, receive: Receive, send: Send, ids: request_context.RequestIds
+    ) -> None:
         path, method = scope["path"], scope["method"]
         if path.startswith(CHECKPOINTS_PATH):
             await self._checkpoint_files.serve(scope, receive, send)
@@ -200,15 +176,15 @@ class Router:
         methods = methods_of(path)
         if method == "OPTIONS" and methods:
             check_origin(scope["headers"], self.callers)
-            await send_empty(send, [allow_header(methods)])
+            await errors.send_empty(send, [errors.allow_header(methods)])
             return
         caller = self._permitted(scope)
         if not methods:
-            raise no_such_path(method, path)
+            raise errors.no_such_path(method, path)
         if method not in methods:
-            raise method_not_allowed(method, path, methods)
+            raise errors.method_not_allowed(method, path, methods)
         if (coding := unread_coding(scope["headers"])) is not None:
-            raise ApiError(
+            raise errors.ApiError(
                 415,
                 f"Content-Encoding {coding} is not supported: send the body as it is, without "
                 "compression.",
@@ -231,10 +207,10 @@ class Router:
             await self.services.metrics.serve(send, with_body=with_body)
         elif path == OPENAPI_PATH:
             description = describe(await self.mounts.openapi(), _is_served)
-            await send_json(send, 200, description, with_body=with_body)
+            await errors.send_json(send, 200, description, with_body=with_body)
         else:
             status, body = self._own_answer(path, caller)
-            await send_json(send, status, body, with_body=with_body)
+            await errors.send_json(send, status, body, with_body=with_body)
 
     def _permitted(self, scope: Scope) -> Caller:
         headers, path = scope["headers"], scope["path"]
@@ -252,8 +228,8 @@ class Router:
 
     async def ask(self, caller: Caller, path: str, body: bytes) -> JsonAnswer:
         """Answer a request of a batch, as from a client; never raises because of the request."""
-        exchange, ids = Exchange(path, body), RequestIds()
-        send = sending_id(exchange.send, ids)
+        exchange, ids = Exchange(path, body), request_context.RequestIds()
+        send = request_context.sending_id(exchange.send, ids)
         try:
             with self.services.traces.request(exchange.scope, ids.http_id) as traced:
                 await exchange.run(
@@ -261,8 +237,8 @@ class Router:
                         caller, exchange.scope, exchange.receive, send, ids, traced
                     )
                 )
-        except ApiError as error:
-            await send_error(send, error)
+        except errors.ApiError as error:
+            await errors.send_error(send, error)
         except Exception:
             logger.exception("a request of a batch to %s failed", path)
         return exchange.answer(ids.http_id)
@@ -286,7 +262,7 @@ class Router:
         scope: Scope,
         receive: Receive,
         send: Send,
-        ids: RequestIds,
+        ids: request_context.RequestIds,
         traced: TracedRequest,
         fleet_call: FleetCall | None = None,
     ) -> None:
@@ -302,12 +278,12 @@ class Router:
             body = without_bom(body)
             head = read_head(body, path)
             await let_others_run(len(body))  # vLLM reads and validates it again
-            scope = with_id(scope, ids, body_has_id=head.has_id)
+            scope = request_context.with_id(scope, ids, body_has_id=head.has_id)
             model, mount = await self._find(head.model, caller.models)
             traced.model = model.name
             served = mount.api.paths & ROUTED_PATHS
             if path not in served:
-                raise bad_request(
+                raise errors.bad_request(
                     f"The model `{mount.name}` does not serve {path}; the model serves "
                     f"{', '.join(sorted(served))}.",
                     param="model",
@@ -320,20 +296,22 @@ class Router:
             holding.add((head.num_samples - 1) * len(body))
             receive = replay(body, receive)
             del body  # the API drops its reference after reading
-            count = RequestTally(
+            count = request_context.RequestTally(
                 head.num_prompts,
                 head.num_samples,
-                asyncio.Semaphore(min(INPUTS_AT_ONCE, max_live)),
+                asyncio.Semaphore(min(request_context.INPUTS_AT_ONCE, max_live)),
                 head.has_limit,
-                MAX_ENTRIES_AT_ONCE if path.startswith("/v1/responses") else MAX_ENTRIES,
+                request_context.MAX_ENTRIES_AT_ONCE
+                if path.startswith("/v1/responses")
+                else request_context.MAX_ENTRIES,
                 token_ids,
             )
             with (
                 serving(caller, model),
-                request_ids.holding(ids),
-                answer_name.holding(head.model or model.name),
-                counts.holding(count),
-                bounding_images(self._decoding),
+                request_context.request_ids.holding(ids),
+                request_context.answer_name.holding(head.model or model.name),
+                request_context.counts.holding(count),
+                request_context.bounding_images(self._decoding),
                 wanted_pace.holding(wanted_gap_s(scope, caller.pace, model.pace)),
                 continued.holding(so_far),
             ):
@@ -357,12 +335,12 @@ class Router:
                 model = self.catalog.choose(name, scope)
                 if (mount := self.mounts.get(model.parent or model.name)) is not None:
                     return model, mount
-                raise not_ready(
+                raise errors.not_ready(
                     msgspec.structs.replace(
                         model, state="starting", reason="", retry_after_s=_RETRY_UNMOUNTED_S
                     )
                 )
-            except NotYet as error:
+            except errors.NotYet as error:
                 is_over = time.monotonic() >= self.bounds.hold_until_s
                 if is_over or self.mounts.was_mounted(error.model):
                     raise
@@ -374,12 +352,14 @@ class Router:
         response_id = scope["path"].removeprefix(RESPONSES_PREFIX).partition("/")[0]
         mount = self.mounts.find_response(response_id)
         if mount is None or not (caller.models is None or mount.name in caller.models):
-            text = f"Response with id '{short(response_id)}' not found."
-            raise ApiError(404, text, param="id")
+            text = f"Response with id '{errors.short(response_id)}' not found."
+            raise errors.ApiError(404, text, param="id")
         await self.mounts.serve(mount, scope, receive, send)
 
 
-def _with_defaults(body: bytes, preset: Preset, path: str, holding: BodyHolding) -> bytes:
+def _with_defaults(
+    body: bytes, preset: Preset, path: str, holding: request_context.BodyHolding
+) -> bytes:
     fields = msgspec.json.decode(body)
     filled = msgspec.json.encode(with_defaults(fields, preset.defaults, path))
     holding.add(max(0, len(filled) - len(body)))
@@ -392,36 +372,30 @@ def _is_served(path: str) -> bool:
 
 
 class CheckpointFiles:
-    """Serves the daemon's downloads.
-
-    Requests must be signed with the fleet's secret; API keys do not count here.
-    """
+    """Serves the daemon's downloads."""
 
     def __init__(self, calls: FleetCalls) -> None:
         self._calls = calls
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of a path below :data:`CHECKPOINTS_PATH`.
-
-        Raises ApiError: 401 without the fleet's signature; 404 for anything but finished downloads.
-        """
+        """Answer a request of a path below :data:`CHECKPOINTS_PATH`."""
         path, method = scope["path"], scope["method"]
         if method != "GET":
-            raise method_not_allowed(method, path, ("GET",))
+            raise errors.method_not_allowed(method, path, ("GET",))
         call = self._calls.find(scope)
         if call is None:
-            raise ApiError(401, "Checkpoints are served to nodes of the fleet only.")
+            raise errors.ApiError(401, "Checkpoints are served to nodes of the fleet only.")
         call.opened(b"")
         org, _, rest = path.removeprefix(CHECKPOINTS_PATH).partition("/")
         name, _, rest = rest.partition("/")
         commit, _, file = rest.partition("/")
         folder, repo_id = self._calls.downloads, f"{org}/{name}"
         if not folder or not is_hub_id(repo_id):
-            raise no_such_path(method, path)
+            raise errors.no_such_path(method, path)
         found = await asyncio.to_thread(finished_downloads, Path(folder), repo_id)
         response = self._listing(scope, found) if not commit else _file(found, commit, file)
         if response is None:
-            raise no_such_path(method, path)
+            raise errors.no_such_path(method, path)
         await response(scope, receive, send)
 
     def _listing(self, scope: Scope, found: dict[Path, Manifest]) -> Response | None:

@@ -38,34 +38,8 @@ from gpupoold.frontend.request_context import BytesInFlight
 from gpupoold.frontend.router import Bounds, Router, Services
 from gpupoold.system.http_protocol import BoundedHttp, Server, server_config
 from gpupoold.system.process import importing, measure_lag, set_log_level, trim_heap
+from gpupoold.wire import messages
 from gpupoold.wire.channel import AsyncChannel, ChannelClosed
-from gpupoold.wire.messages import (
-    AbortRequests,
-    Accept,
-    Accepting,
-    AccessRules,
-    AddRequest,
-    AdmissionAnswer,
-    BatchWaits,
-    CallResult,
-    FirstTokens,
-    FleetSecret,
-    FrontendReady,
-    GrammarRefused,
-    MetricsText,
-    ModelList,
-    Ping,
-    Pong,
-    RateAnswer,
-    Reconfigure,
-    RequestsFailed,
-    ServeModel,
-    Shutdown,
-    StepOutputs,
-    StopServing,
-    ToFrontend,
-    Waits,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +73,7 @@ class FrontendServer:
         self._tls = tls_of(settings.server)
         self._vetting = GrammarVetting(settings.log_level, checker)
         wire = socket.socket(fileno=wire_fd)
-        self._channel: AsyncChannel[ToFrontend] = AsyncChannel(wire, ToFrontend)
+        self._channel: AsyncChannel[messages.ToFrontend] = AsyncChannel(wire, messages.ToFrontend)
         self._catalog = Catalog()
         self._waits = WaitComments(self._channel.send, 0.0)
         self._gates = Gates(self._waits)
@@ -125,7 +99,7 @@ class FrontendServer:
         self._may_accept = asyncio.Event()
         self._lags_s: list[float] = []
         # Mounting is slow: messages about mounts wait in order, and outputs overtake.
-        self._to_mount: asyncio.Queue[ServeModel | StopServing] = asyncio.Queue()
+        self._to_mount: asyncio.Queue[messages.ServeModel | messages.StopServing] = asyncio.Queue()
 
     async def run(self) -> None:
         """Serve until the daemon sends ``Shutdown`` or is gone."""
@@ -138,7 +112,7 @@ class FrontendServer:
         collecting = asyncio.create_task(self._collector.run())
         leaving = asyncio.create_task(self._follow_daemon())
         batches = asyncio.create_task(self._batches.run(self._router.ask, self._tell_wait))
-        self._channel.send(FrontendReady(pid=os.getpid()))
+        self._channel.send(messages.FrontendReady(pid=os.getpid()))
         await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
         mounting.cancel()
         measuring.cancel()
@@ -186,7 +160,9 @@ class FrontendServer:
         if self._settings.refuses_at_end:
             refusing = http_config(Cors(refuse_stopping, self._callers), tls)
         return HttpServer(
-            http_config(self._router, tls), lambda: self._try_to_send(Accepting()), refusing
+            http_config(self._router, tls),
+            lambda: self._try_to_send(messages.Accepting()),
+            refusing,
         )
 
     async def _follow_daemon(self) -> float | None:
@@ -197,7 +173,7 @@ class FrontendServer:
             except ChannelClosed:
                 logger.error("the daemon closed its end of the channel")
                 return None
-            if isinstance(message, Shutdown):
+            if isinstance(message, messages.Shutdown):
                 return message.grace_s
             try:
                 self._handle(fit_for_clients(message))
@@ -205,53 +181,53 @@ class FrontendServer:
                 # An error of one model must not end other models' streams.
                 logger.exception("handling %s", type(message).__name__)
 
-    def _handle(self, message: ToFrontend) -> None:
+    def _handle(self, message: messages.ToFrontend) -> None:
         match message:
-            case StepOutputs():
+            case messages.StepOutputs():
                 self._waits.progressed(message.progress)
                 self._gates.progressed(message.progress)
                 self._mounts.deliver(message)
-            case FirstTokens():
+            case messages.FirstTokens():
                 self._gates.first_tokens(message)
-            case Waits():
+            case messages.Waits():
                 self._waits.told(message)
-            case AdmissionAnswer():
+            case messages.AdmissionAnswer():
                 self._note_admission(message)
-            case ServeModel() | StopServing():
+            case messages.ServeModel() | messages.StopServing():
                 self._to_mount.put_nowait(message)
-            case ModelList():
+            case messages.ModelList():
                 self._catalog.replace(message.models, message.ready)
-            case RequestsFailed():
+            case messages.RequestsFailed():
                 self._mounts.fail(message)
-            case GrammarRefused():
+            case messages.GrammarRefused():
                 self._vetting.convict(
                     message.model, message.key_id, message.grammar, message.reason
                 )
-            case AccessRules():
+            case messages.AccessRules():
                 self._callers.replace(message)
-            case FleetSecret():
+            case messages.FleetSecret():
                 self._fleet_calls.secret = message.secret
                 self._fleet_calls.downloads = message.downloads
-            case RateAnswer():
+            case messages.RateAnswer():
                 self._rates.answered(message)
-            case Accept():
+            case messages.Accept():
                 self._bounds.hold_until_s = time.monotonic() + _HOLD_S
                 self._may_accept.set()
-            case Reconfigure():
+            case messages.Reconfigure():
                 set_log_level(message.log_level)
                 self._waits.interval_s = message.wait_comments_s
                 self._bounds.max_body_bytes = message.max_body_bytes
                 self._bounds.max_live_requests = message.max_live_requests
                 self._bounds.in_flight.max_bytes = message.max_bytes_in_flight
-            case Ping():
+            case messages.Ping():
                 self._answer_ping()
-            case MetricsText():
+            case messages.MetricsText():
                 self._metrics.answered(message)
             case _:
                 logger.warning("unexpected message %s", type(message).__name__)
 
     def _answer_ping(self) -> None:
-        self._channel.send(Pong(self._lags_s.copy(), self._mounts.take_paced_gaps()))
+        self._channel.send(messages.Pong(self._lags_s.copy(), self._mounts.take_paced_gaps()))
         self._lags_s.clear()
         if self._tls is not None:
             self._tls.renew()
@@ -259,22 +235,22 @@ class FrontendServer:
         if report is not None:
             self._channel.send(report)
 
-    def _note_admission(self, message: AdmissionAnswer) -> None:
+    def _note_admission(self, message: messages.AdmissionAnswer) -> None:
         """After a refusal of one engine request, end all requests of its HTTP request."""
         doomed = self._gates.answered(message)
         if doomed:
             model = message.model
-            self._mounts.fail(RequestsFailed(model, doomed, message.message))
-            self._channel.send(AbortRequests(model, doomed))
+            self._mounts.fail(messages.RequestsFailed(model, doomed, message.message))
+            self._channel.send(messages.AbortRequests(model, doomed))
 
     def _send(self, message: msgspec.Struct) -> None:
-        if isinstance(message, AddRequest):
+        if isinstance(message, messages.AddRequest):
             self._gates.asked(message.request_id)
             self._callers.asked(message)
         self._channel.send(message)
 
     def _tell_wait(self, batch: BatchRow, reason: str) -> None:
-        self._try_to_send(BatchWaits(batch.id, batch.owner, reason))
+        self._try_to_send(messages.BatchWaits(batch.id, batch.owner, reason))
 
     def _try_to_send(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(ChannelClosed):  # the reading task handles the daemon's end
@@ -284,7 +260,7 @@ class FrontendServer:
         adapter = await self._load_adapter()
         while True:
             message = await self._to_mount.get()
-            if isinstance(message, ServeModel):
+            if isinstance(message, messages.ServeModel):
                 self._channel.send(await self._mount(adapter, message))
             else:
                 name = message.name
@@ -304,7 +280,7 @@ class FrontendServer:
             logger.exception("importing vLLM")
             return Failed(f"vLLM could not be imported: {error!r}")
 
-    async def _mount(self, adapter: Any, message: ServeModel) -> CallResult:
+    async def _mount(self, adapter: Any, message: messages.ServeModel) -> messages.CallResult:
         try:
             if isinstance(adapter, GpupoolError):
                 raise adapter
@@ -320,7 +296,7 @@ class FrontendServer:
             return _failure(message, error)
         self._mounts.mount(message.model.name, api)
         logger.info("serving %s", message.model.name)
-        return CallResult(call_id=message.call_id)
+        return messages.CallResult(call_id=message.call_id)
 
 
 def _import_adapter(log_level: str) -> Any:
@@ -329,14 +305,14 @@ def _import_adapter(log_level: str) -> Any:
         return importlib.import_module("gpupoold.frontend.adapter")
 
 
-def _failure(message: ServeModel, error: Exception) -> CallResult:
+def _failure(message: messages.ServeModel, error: Exception) -> messages.CallResult:
     name = message.model.name
     if isinstance(error, GpupoolError):
         text, hint = error.message, error.hint
     else:
         logger.error("building the API of %s", name, exc_info=error)
         text, hint = str(error) or repr(error), ""
-    return CallResult(
+    return messages.CallResult(
         call_id=message.call_id,
         error_code=Failed.code,
         error_message=f"the API of {name} could not be built: {text}",

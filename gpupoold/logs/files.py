@@ -239,7 +239,7 @@ class LogLimit(logging.Filter):
                 passes = place.num_records <= MAX_RECORDS
             place.num_dropped += not passes
         if num_dropped:
-            _append(record, f" ({num_dropped} more from here were not logged)")
+            record.msg = f"{record.msg} ({num_dropped} more from here were not logged)"
         return passes
 
 
@@ -252,10 +252,6 @@ def _shorten(record: logging.LogRecord) -> None:
             record.exc_text = _without_middle(logging.Formatter().formatException(record.exc_info))
     except Exception:  # as in handlers, a bad record must not raise
         record.msg, record.args = f"a record of {record.name} that cannot be formatted", ()
-
-
-def _append(record: logging.LogRecord, text: str) -> None:
-    record.msg = f"{record.msg}{text.replace('%', '%%') if record.args else text}"
 
 
 def _without_middle(text: str) -> str:

@@ -115,10 +115,7 @@ class AsyncChannel(Generic[T]):
             self._flush()
 
     async def receive(self) -> T:
-        """Return the next message.
-
-        Raises ChannelClosed: end of stream, or the other end sent an invalid message.
-        """
+        """Return the next message."""
         message = await self._incoming.get()
         if message is None:
             self._incoming.put_nowait(None)

@@ -7,21 +7,10 @@ import msgspec
 from gpupoold.domain import DeviceActivity, DeviceFacts, Priority
 from gpupoold.durations import LoadStages
 from gpupoold.latency.models import Profile
-from gpupoold.wire.records import (
-    DraftCounts,
-    EngineMemory,
-    KvTransfer,
-    LoadedModel,
-    LoadProgress,
-    Message,
-    ModelMemory,
-    ModelToLoad,
-    RequestProgress,
-    SwitchRecord,
-)
+from gpupoold.wire import records
 
 
-class LoadModel(Message):
+class LoadModel(records.Message):
     """Load a model; with ``has_snapshot`` the message carries the snapshot's memfd.
 
     The engine of a loaded model serves until the load has ended, and is then replaced.
@@ -32,7 +21,7 @@ class LoadModel(Message):
     identity use each other's prefixes. Empty if unknown.
     """
 
-    model: ModelToLoad
+    model: records.ModelToLoad
     has_snapshot: bool = False
     layout_digest: str = ""
     profiling_budget_s: float = 0.0
@@ -40,13 +29,13 @@ class LoadModel(Message):
     kv_identity: str = ""
 
 
-class ForgetPrefixes(Message):
+class ForgetPrefixes(records.Message):
     """Free the KV of ended requests of a model that is removed, of all its former engines."""
 
     model: str
 
 
-class UnloadModel(Message):
+class UnloadModel(records.Message):
     """Remove a model, whose requests have ended before.
 
     With ``keeps_engine`` the engine stays for some seconds: the next load takes it over if its
@@ -57,7 +46,7 @@ class UnloadModel(Message):
     keeps_engine: bool = False
 
 
-class DropSnapshot(Message):
+class DropSnapshot(records.Message):
     """Release the snapshot of a model without requests; the engine stays.
 
     Answered by ``SnapshotDropped``.
@@ -66,7 +55,7 @@ class DropSnapshot(Message):
     model: str
 
 
-class TakeSnapshot(Message):
+class TakeSnapshot(records.Message):
     """Attach the snapshot of a model; the message carries a memfd in the engine's layout.
 
     Answered by ``SnapshotTaken``.
@@ -75,7 +64,7 @@ class TakeSnapshot(Message):
     model: str
 
 
-class SetTargets(Message):
+class SetTargets(records.Message):
     """Set a model's targets, from the next turn on."""
 
     name: str
@@ -83,7 +72,7 @@ class SetTargets(Message):
     tbt_s: float
 
 
-class AddRequest(Message):
+class AddRequest(records.Message):
     """A request for a model (frontend → daemon → worker); ``frames`` in vLLM's encoding.
 
     ``output_token_ids`` are tokens that the client has from another worker. If ``is_moving``, the
@@ -102,7 +91,7 @@ class AddRequest(Message):
     frames: list[bytes]
     output_token_ids: list[int] = []
     is_moving: bool = False
-    kv_transfer: KvTransfer | None = None
+    kv_transfer: records.KvTransfer | None = None
     key_id: str = ""
     priority: Priority = Priority.NORMAL
     frontend: int = 0
@@ -120,21 +109,21 @@ class AddRequest(Message):
         return self.priority is Priority.BACKGROUND
 
 
-class EndIsolation(Message):
+class EndIsolation(records.Message):
     """Run a request in steps with other requests again (daemon → worker)."""
 
     model: str
     request_id: str
 
 
-class AbortRequests(Message):
+class AbortRequests(records.Message):
     """End requests: the client has left or the daemon aborts (frontend → daemon → worker)."""
 
     model: str
     request_ids: list[str]
 
 
-class RunTurn(Message):
+class RunTurn(records.Message):
     """The present turn of the device, and the next model, to be prefetched meanwhile.
 
     A running ``turn_id`` continues with the new ``quota_s`` and ``then``; the worker ignores a
@@ -150,18 +139,18 @@ class RunTurn(Message):
     chunk_tokens: int | None = None
 
 
-class EndTurn(Message):
+class EndTurn(records.Message):
     """End the present turn, if any, after its step; no turn follows until ``RunTurn``."""
 
 
-class MigrateOut(Message):
+class MigrateOut(records.Message):
     """Migrate a request out with its KV; answered by ``Migrated``."""
 
     model: str
     request_id: str
 
 
-class PeerHost(Message):
+class PeerHost(records.Message):
     """The host cache of another worker, for KV transfers; carries the cache's memfd.
 
     Replaces the host cache of that worker's previous process.
@@ -171,7 +160,7 @@ class PeerHost(Message):
     num_bytes: int
 
 
-class PrefixPeer(Message):
+class PrefixPeer(records.Message):
     """Another worker's KV of ended requests, for copies; carries the memfd of its host cache.
 
     Replaces the host cache of that worker's previous process.
@@ -180,19 +169,19 @@ class PrefixPeer(Message):
     device: int
 
 
-class PeerDown(Message):
+class PeerDown(records.Message):
     """A worker has died; KV transfers from that worker that have not arrived are lost."""
 
     device: int
 
 
-class ReleaseKvTransfer(Message):
+class ReleaseKvTransfer(records.Message):
     """Free the bytes of a KV transfer."""
 
     transfer_id: str
 
 
-class Call(Message):
+class Call(records.Message):
     """A named operation with msgpack-encodable arguments; answered by ``CallResult``."""
 
     call_id: int
@@ -200,7 +189,7 @@ class Call(Message):
     args: dict[str, object] = {}
 
 
-class CallResult(Message):
+class CallResult(records.Message):
     """The answer to a ``Call``; ``error_code`` is set after a failure."""
 
     call_id: int
@@ -210,13 +199,13 @@ class CallResult(Message):
     error_hint: str = ""
 
 
-class Shutdown(Message):
+class Shutdown(records.Message):
     """Finish the step in progress and exit; after ``grace_s`` seconds the process is killed."""
 
     grace_s: float = 5.0
 
 
-class WorkerReady(Message):
+class WorkerReady(records.Message):
     """The worker owns its device and can load models.
 
     With ``shares_kv_host`` the message carries the memfd of the KV host cache.
@@ -230,7 +219,7 @@ class WorkerReady(Message):
     reserve_free_bytes: int | None = None
 
 
-class ModelLoaded(Message):
+class ModelLoaded(records.Message):
     """A model is ready to serve; with ``has_snapshot`` the message carries the snapshot's memfd.
 
     ``profile`` has the measured step times, None if not requested. ``self_check`` has the tokens of
@@ -243,14 +232,14 @@ class ModelLoaded(Message):
     copied.
     """
 
-    model: LoadedModel
+    model: records.LoadedModel
     layout_digest: str
     has_snapshot: bool = False
     profile: Profile | None = None
     self_check: tuple[int, ...] = ()
     snapshot_problem: str = ""
     dropped: list[str] = []
-    memory: EngineMemory = EngineMemory()
+    memory: records.EngineMemory = records.EngineMemory()
     stages: LoadStages = msgspec.field(default_factory=LoadStages)
     engine_of: str = ""
     family: str = ""
@@ -258,7 +247,7 @@ class ModelLoaded(Message):
     why_unshared: str = ""
 
 
-class ModelFailed(Message):
+class ModelFailed(records.Message):
     """Loading failed; the error is for the user."""
 
     name: str
@@ -267,31 +256,31 @@ class ModelFailed(Message):
     hint: str = ""
 
 
-class ModelUnloaded(Message):
+class ModelUnloaded(records.Message):
     """The model's pages are freed, and its engine and address ranges unless the engine is kept.
 
     ``freed`` is the memory outside the pages that the process has given back.
     """
 
     name: str
-    freed: EngineMemory = EngineMemory()
+    freed: records.EngineMemory = records.EngineMemory()
     is_engine_kept: bool = False
 
 
-class SnapshotDropped(Message):
+class SnapshotDropped(records.Message):
     """The worker has unmapped the model's snapshot."""
 
     model: str
 
 
-class SnapshotTaken(Message):
+class SnapshotTaken(records.Message):
     """The model can run again, or cannot for the reason in ``problem``."""
 
     model: str
     problem: str = ""
 
 
-class StepOutputs(Message):
+class StepOutputs(records.Message):
     """Outputs of one engine step (worker → daemon → frontend).
 
     ``frames`` is empty if a device without an engine made the tokens, which ``progress`` contains.
@@ -305,13 +294,13 @@ class StepOutputs(Message):
     model: str
     at_s: float
     frames: list[bytes]
-    progress: list[RequestProgress]
+    progress: list[records.RequestProgress]
     step_s: float | None = None
     frame_counts: dict[int, int] = {}
-    drafts: DraftCounts | None = None
+    drafts: records.DraftCounts | None = None
 
 
-class Migrated(Message):
+class Migrated(records.Message):
     """A request has left the worker; all its tokens were sent before.
 
     ``is_known`` is false if the worker did not have the request. ``kv_transfer`` is None if the KV
@@ -321,30 +310,30 @@ class Migrated(Message):
     model: str
     request_id: str
     is_known: bool = True
-    kv_transfer: KvTransfer | None = None
+    kv_transfer: records.KvTransfer | None = None
 
 
-class RequestAttached(Message):
+class RequestAttached(records.Message):
     """A migrated request can continue on this worker."""
 
     model: str
     request_id: str
 
 
-class KvTransferUsed(Message):
+class KvTransferUsed(records.Message):
     """The target no longer needs a KV transfer."""
 
     transfer_id: str
     source: int
 
 
-class MemoryReport(Message):
+class MemoryReport(records.Message):
     """Changes, since the last report, of the bytes that models lack on the device to run."""
 
     missing_bytes: dict[str, int]
 
 
-class TurnReport(Message):
+class TurnReport(records.Message):
     """A turn is over: the quota is used while another model waits, or no work is left.
 
     ``model`` had the turn, ``began_s`` is the time when the model could run, None if never, and
@@ -358,18 +347,18 @@ class TurnReport(Message):
     missing_bytes: dict[str, int]
 
 
-class Switched(Message):
+class Switched(records.Message):
     """A switch happened.
 
     ``bandwidth_bytes_per_s`` is a moving average of the worker's switches including mapping, 0 if
     not measured.
     """
 
-    switch: SwitchRecord
+    switch: records.SwitchRecord
     bandwidth_bytes_per_s: float = 0.0
 
 
-class WrongAnswer(Message):
+class WrongAnswer(records.Message):
     """A model answered its self-check with other tokens than before, so its bytes are wrong.
 
     The model's requests on the worker have ended.
@@ -380,7 +369,7 @@ class WrongAnswer(Message):
     answered: tuple[int, ...]
 
 
-class WorkerStatus(Message):
+class WorkerStatus(records.Message):
     """The worker's status several times a second, which shows that the worker is alive.
 
     ``turn_began_s`` is the time when the present model could run, None while the model is loaded.
@@ -394,9 +383,9 @@ class WorkerStatus(Message):
     at_s: float
     activity: DeviceActivity
     quota_s: float
-    models: list[ModelMemory]
+    models: list[records.ModelMemory]
     turn_began_s: float | None = None
-    loading: LoadProgress | None = None
+    loading: records.LoadProgress | None = None
     kv_host_slab_bytes: int = 0
     unpinned_bytes: int = 0
     pinning_problem: str = ""

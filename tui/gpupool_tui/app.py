@@ -15,21 +15,9 @@ from textual.binding import Binding, BindingType
 from textual.timer import Timer
 from textual.widgets import Input
 
-from gpupool_tui import details
+from gpupool_tui import details, dialogs
 from gpupool_tui.board import KEYS, Board, Palette, palette_of, plain_palette
 from gpupool_tui.compose import Screen, compose
-from gpupool_tui.dialogs import (
-    ActionPlan,
-    Call,
-    ChoiceDialog,
-    TargetsDialog,
-    TextDialog,
-    plan_cancel,
-    plan_drain,
-    plan_pin,
-    plan_unload,
-    set_targets,
-)
 from gpupool_tui.panels import PanelTable, tables
 from gpupool_tui.picture import Picture, Poller
 from gpupool_tui.table import next_sorting
@@ -267,7 +255,7 @@ class TopApp(App[None]):
 
     def action_help(self) -> None:
         text = help_text(is_read_only=self.view.is_read_only)
-        self.push_screen(TextDialog("keys", text, is_ascii=self.is_ascii))
+        self.push_screen(dialogs.TextDialog("keys", text, is_ascii=self.is_ascii))
 
     # The mouse
 
@@ -321,13 +309,13 @@ class TopApp(App[None]):
             case _:
                 self._open("event", details.event_fields(row, self.view))
 
-    def _open(self, title: str, fields: details.Fields) -> TextDialog:
-        dialog = TextDialog(title, details.as_text(fields), is_ascii=self.is_ascii)
+    def _open(self, title: str, fields: details.Fields) -> dialogs.TextDialog:
+        dialog = dialogs.TextDialog(title, details.as_text(fields), is_ascii=self.is_ascii)
         self.push_screen(dialog)
         return dialog
 
     def _add_later(
-        self, dialog: TextDialog, name: str, ask: Callable[[AdminClient], details.Fields]
+        self, dialog: dialogs.TextDialog, name: str, ask: Callable[[AdminClient], details.Fields]
     ) -> None:
         """Extend a dialog after the daemon's answer with further facts and explanations."""
 
@@ -342,16 +330,16 @@ class TopApp(App[None]):
         self.run_worker(work, thread=True, exit_on_error=False)
 
     def action_pin(self) -> None:
-        self._propose(Panel.MODELS, plan_pin)
+        self._propose(Panel.MODELS, dialogs.plan_pin)
 
     def action_unload(self) -> None:
-        self._propose(Panel.MODELS, plan_unload)
+        self._propose(Panel.MODELS, dialogs.plan_unload)
 
     def action_cancel(self) -> None:
-        self._propose(Panel.REQUESTS, plan_cancel)
+        self._propose(Panel.REQUESTS, dialogs.plan_cancel)
 
     def action_drain(self) -> None:
-        self._propose(Panel.DEVICES, plan_drain)
+        self._propose(Panel.DEVICES, dialogs.plan_drain)
 
     def action_targets(self) -> None:
         if not self._may_change(Panel.MODELS):
@@ -363,9 +351,9 @@ class TopApp(App[None]):
 
         def chosen(targets: tuple[float, float] | None) -> None:
             if targets is not None:
-                self._do(f"changing {name}", set_targets(name, *targets))
+                self._do(f"changing {name}", dialogs.set_targets(name, *targets))
 
-        dialog = TargetsDialog(name, model.ttft_s, model.tbt_s, is_ascii=self.is_ascii)
+        dialog = dialogs.TargetsDialog(name, model.ttft_s, model.tbt_s, is_ascii=self.is_ascii)
         self.push_screen(dialog, chosen)
 
     def _may_change(self, panel: Panel) -> bool:
@@ -377,7 +365,7 @@ class TopApp(App[None]):
         self.say(f"this key is for {panel.title.lower()}: press {panel.value} first", "warn")
         return False
 
-    def _propose(self, panel: Panel, plan_of: Callable[[Any], ActionPlan]) -> None:
+    def _propose(self, panel: Panel, plan_of: Callable[[Any], dialogs.ActionPlan]) -> None:
         if not self._may_change(panel):
             return
         row = self._selected(panel)
@@ -391,10 +379,10 @@ class TopApp(App[None]):
 
         choices = [choice for choice, _ in plan.calls]
         self.push_screen(
-            ChoiceDialog(plan.title, plan.text, choices, is_ascii=self.is_ascii), chosen
+            dialogs.ChoiceDialog(plan.title, plan.text, choices, is_ascii=self.is_ascii), chosen
         )
 
-    def _do(self, doing: str, call: Call) -> None:
+    def _do(self, doing: str, call: dialogs.Call) -> None:
         """Run a change in a thread of its own, because a change may be slow."""
 
         def work() -> None:

@@ -262,10 +262,7 @@ class Look(NamedTuple):
 
 
 class Palette:
-    """Resolves words to styles; unknown words have no style. Combinations are cached.
-
-    All styles lie upon ``base``.
-    """
+    """Resolves words to styles; unknown words have no style. Combinations are cached."""
 
     def __init__(self, words: dict[str, Style], base: Style | None = None) -> None:
         self._words = words

@@ -160,10 +160,7 @@ class TextDialog(_Dialog[bool]):
 
 
 class ActionPlan(NamedTuple):
-    """A question with its answers in words, each with a call.
-
-    A call returns a sentence about its result; ``doing`` is shown meanwhile.
-    """
+    """A question with its answers in words, each with a call."""
 
     title: str
     text: str

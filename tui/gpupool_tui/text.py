@@ -80,11 +80,8 @@ def plain(line: Iterable[Span]) -> str:
 def _ascii(text: str) -> str:
     if text.isascii():
         return text
-    return "".join(char if char.isascii() else _substitute(char) for char in text)
-
-
-def _substitute(character: str) -> str:
-    return "~" if character == ELLIPSIS else "?" * cell_len(character)
+    text = text.replace(ELLIPSIS, "~")
+    return "".join(char if char.isascii() else "?" * cell_len(char) for char in text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,10 +149,7 @@ def models_of_file(path: Path) -> Models:
 
 
 def registered_models(infos: Sequence[ModelInfo]) -> Models:
-    """Return a daemon's models, without failed models.
-
-    Raises UsageError: no model is left, or a model's sizes are unknown.
-    """
+    """Return a daemon's models, without failed models."""
     failed = [info.name for info in infos if info.state == "failed"]
     models = tuple(_planned(info) for info in infos if info.state != "failed")
     if not models:
@@ -167,10 +164,7 @@ def make_inputs(
     duration_s: float | None,
     history: Sequence[RequestRecord] | None = None,
 ) -> Inputs:
-    """Add the load: ``history`` if present, else the file ``trace``, else rates.
-
-    Raises UsageError: there is no load, rates are too many or impossible, or the file has an error.
-    """
+    """Add the load: ``history`` if present, else the file ``trace``, else rates."""
     models = found.models
     names = [model.name for model in models]
     if history is not None:

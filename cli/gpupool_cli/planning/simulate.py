@@ -17,16 +17,7 @@ from gpupool_cli import output
 from gpupool_cli.diagnostics import say
 from gpupool_cli.options import JsonOption, TbtOption, TtftOption, duration_s
 from gpupool_cli.output import NOTHING, Column, columns, duration_text, print_line, print_table
-from gpupool_cli.planning.inputs import (
-    EngineLoadOption,
-    EngineMemoryOption,
-    EnginesLimitOption,
-    FarShareOption,
-    KvHostOption,
-    ModelCacheOption,
-    PrefixCacheOption,
-    host_wishes,
-)
+from gpupool_cli.planning import inputs
 from gpupool_cli.planning.plot import check_plot, save_plot
 from gpupool_cli.progress import BarView, description_column
 from gpupoold.config.file import read_config_file
@@ -98,12 +89,12 @@ def simulate(
         float | None,
         typer.Option(parser=duration_s, metavar="DURATION", help="Added to every switch."),
     ] = None,
-    kv_host: KvHostOption = None,
-    model_cache: ModelCacheOption = None,
-    engine_memory: EngineMemoryOption = None,
-    engines_limit: EnginesLimitOption = None,
-    engine_load: EngineLoadOption = None,
-    far_share: FarShareOption = None,
+    kv_host: inputs.KvHostOption = None,
+    model_cache: inputs.ModelCacheOption = None,
+    engine_memory: inputs.EngineMemoryOption = None,
+    engines_limit: inputs.EnginesLimitOption = None,
+    engine_load: inputs.EngineLoadOption = None,
+    far_share: inputs.FarShareOption = None,
     families: Annotated[
         int | None,
         typer.Option(
@@ -112,7 +103,7 @@ def simulate(
             help="Models are fine-tunes of N models and share their engines; default: none do.",
         ),
     ] = None,
-    prefix_cache: PrefixCacheOption = None,
+    prefix_cache: inputs.PrefixCacheOption = None,
     duration: Annotated[
         float | None,
         typer.Option(parser=duration_s, metavar="DURATION", help="How long requests arrive."),
@@ -140,7 +131,7 @@ def simulate(
         return
     if plot is not None:
         check_plot(plot)
-    wishes = host_wishes(
+    wishes = inputs.host_wishes(
         kv_host, model_cache, engine_memory, engines_limit, engine_load, far_share, prefix_cache
     )
     wanted = Overrides(
@@ -278,7 +269,10 @@ def print_rows(rows: Sequence[RunRow]) -> None:
     if goodputs:
         print_line("")
         axes = {row["preset"]: row["axis"] for row in rows}
-        lowest = {preset: _lowest(rows, preset) for preset in axes}
+        lowest = {
+            preset: min(row[axis] for row in rows if row["preset"] == preset)
+            for preset, axis in axes.items()
+        }
         print_table(
             _GOODPUT_COLUMNS,
             [
@@ -286,10 +280,6 @@ def print_rows(rows: Sequence[RunRow]) -> None:
                 for (preset, policy), best in goodputs.items()
             ],
         )
-
-
-def _lowest(rows: Sequence[RunRow], preset: str) -> float:
-    return min(row[row["axis"]] for row in rows if row["preset"] == preset)
 
 
 def _goodput_text(best: Goodput | None, axis: str, lowest: float) -> str:
@@ -302,11 +292,16 @@ def _more_columns(rows: Sequence[RunRow]) -> list[tuple[Column, Callable[[RunRow
     """Return the columns that only some experiments need, with functions for the cells."""
     more: list[tuple[Column, Callable[[RunRow], str]]] = []
     if any("active_models_mean" in row for row in rows):
-        more.append((_ACTIVE, _active))
+        text = "{active_models_mean:.2f}".format_map
+        more.append((_ACTIVE, lambda row: text(row) if "active_models_mean" in row else NOTHING))
     if any("num_preemptions" in row for row in rows):
         more.append((_PREEMPTED, lambda row: str(row.get("num_preemptions", 0))))
     if any(row.get("engine_loads") or row.get("engine_takeovers") for row in rows):
-        more += zip(_ENGINES, (_loads, _takeovers), strict=True)
+        counts = (
+            lambda row: str(row.get("engine_loads", NOTHING)),
+            lambda row: str(row.get("engine_takeovers", NOTHING)),
+        )
+        more += zip(_ENGINES, counts, strict=True)
     if any(row["roles"] != AUTO for row in rows):
         cells = (
             lambda row: row["roles"],
@@ -321,18 +316,6 @@ def _more_columns(rows: Sequence[RunRow]) -> list[tuple[Column, Callable[[RunRow
         )
         more += zip(_BURST, bursts, strict=True)
     return more
-
-
-def _loads(row: RunRow) -> str:
-    return str(row.get("engine_loads", NOTHING))
-
-
-def _takeovers(row: RunRow) -> str:
-    return str(row.get("engine_takeovers", NOTHING))
-
-
-def _active(row: RunRow) -> str:
-    return f"{row['active_models_mean']:.2f}" if "active_models_mean" in row else NOTHING
 
 
 def _cells(row: RunRow) -> list[str]:

@@ -268,11 +268,9 @@ class BatchWorker:
             return await self.ask(caller, line.url, line.body)
 
     async def _end(self, row: BatchRow, status: BatchStatus) -> None:
-        found = [
-            await self._results_file(row, "batch_output", status),
-            await self._results_file(row, "batch_error", status),
-        ]
-        kept = [row for row in found if row is not None]
+        kinds = ("batch_output", "batch_error")
+        found = [await self._results_file(row, kind, status) for kind in kinds]
+        kept = [file for file in found if file is not None]
         await self.store.end(row.id, status, int(time.time()), kept)
 
     async def _results_file(

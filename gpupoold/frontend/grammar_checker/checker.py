@@ -25,15 +25,7 @@ import msgspec
 
 from gpupoold.frontend.grammars import CHECK_TIMEOUT_S, GrammarCheck, GrammarVerdict, RunningChecker
 from gpupoold.frontend.preload import preload
-from gpupoold.system.process import (
-    GRAMMAR_NICENESS,
-    begin_child,
-    die_with_parent,
-    end_at_faults,
-    importing,
-    lower_priority,
-    show_as,
-)
+from gpupoold.system import process
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
 
 _logger = logging.getLogger(__name__)
@@ -107,7 +99,7 @@ class GrammarChecker:
 
     def _prepare(self, check: GrammarCheck) -> Any:
         if check.mount_id not in self._prepared:
-            with importing():
+            with process.importing():
                 preload(self._log_level)
                 trial = importlib.import_module("gpupoold.frontend.grammar_checker.trial")
             self._prepared[check.mount_id] = trial.Prepared(check)
@@ -119,9 +111,9 @@ class GrammarChecker:
     def _try(self, prepared: Any, check: GrammarCheck, result_fd: int, parent_pid: int) -> None:
         """Be the child; does not return."""
         try:
-            die_with_parent(parent_pid)
+            process.die_with_parent(parent_pid)
             _be_first_to_go()
-            end_at_faults()
+            process.end_at_faults()
             faulthandler.disable()  # clients would fill the log
             self._sock.close()
             trial = importlib.import_module("gpupoold.frontend.grammar_checker.trial")
@@ -172,7 +164,7 @@ def fork_checker(log_level: str) -> RunningChecker:
     if pid == 0:
         status = 1
         try:
-            show_as(_MODULE, ["--log-level", log_level])
+            process.show_as(_MODULE, ["--log-level", log_level])
             run(theirs, log_level, parent_pid)
             status = 0
         except Exception:
@@ -185,13 +177,13 @@ def fork_checker(log_level: str) -> RunningChecker:
 
 def run(sock: socket.socket, log_level: str, parent_pid: int) -> None:
     """Check grammars until the frontend is gone."""
-    begin_child("grammar-checker", log_level, parent_pid)
+    process.begin_child("grammar-checker", log_level, parent_pid)
     os.closerange(3, sock.fileno())  # the frontend's channel and listening socket
     os.closerange(sock.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # A malloc arena per thread reserves address space, which counts towards the child's limit.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    lower_priority(GRAMMAR_NICENESS)
+    process.lower_priority(process.GRAMMAR_NICENESS)
     with contextlib.suppress(ChannelClosed):
         GrammarChecker(sock, log_level).serve()
 

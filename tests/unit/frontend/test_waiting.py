@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 
 from gpupoold.frontend import gates
+from gpupoold.frontend.client_answer import ClientAnswer
 from gpupoold.frontend.gates import WaitComments, comment_of, wants_comments
 from gpupoold.wire.messages import AskWaits, RequestProgress, RequestWait, Waits
 
 INTERVAL_S = 0.02
 
 
-class Stream:
+async def _nowhere(_: object) -> None: ...
+
+
+class Stream(ClientAnswer):
     def __init__(self, *, takes_comments: bool = True) -> None:
-        self.takes_comments = takes_comments
+        super().__init__(_nowhere, waits=takes_comments)
+        self._is_event_stream = True
         self.comments: list[str] = []
 
     def comment(self, text: str) -> None:

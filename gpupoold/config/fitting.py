@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpupoold.api.schemas import ChangeInfo
 from gpupoold.config.budgets import Budgets, Wishes, work_out
-from gpupoold.config.keys import KeyChange, changes_between, with_changes
+from gpupoold.config.keys import changes_between, with_changes
 from gpupoold.config.machine import Machine, check_groups
 from gpupoold.config.schema import Settings
 from gpupoold.errors import SettingError
@@ -28,7 +29,7 @@ class Update:
     """
 
     fitted: Fitted
-    changes: list[KeyChange]
+    changes: list[ChangeInfo]
     reasons: dict[str, str]
 
 

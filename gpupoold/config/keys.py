@@ -28,29 +28,6 @@ class Setting:
     effect: Effect
 
 
-@dataclass(frozen=True, slots=True)
-class KeyChange:
-    """A key with different values in two configurations; None where the key is missing."""
-
-    before: Setting | None
-    after: Setting | None
-
-    @property
-    def key(self) -> str:
-        return self._side.key
-
-    @property
-    def effect(self) -> Effect:
-        """The time at which a running daemon applies the change."""
-        return self._side.effect
-
-    @property
-    def _side(self) -> Setting:
-        side = self.after or self.before
-        assert side is not None
-        return side
-
-
 def settings_of(settings: Settings) -> list[Setting]:
     spelled = settings.model_dump(mode="json", by_alias=True)
     found: list[Setting] = []
@@ -64,7 +41,7 @@ def settings_of(settings: Settings) -> list[Setting]:
     return found
 
 
-def changes_between(now: Settings, wanted: Settings) -> list[KeyChange]:
+def changes_between(now: Settings, wanted: Settings) -> list[ChangeInfo]:
     """Return the keys with different values, in the order of ``now``.
 
     Roles belong to devices by position. If the devices differ too, new roles need a restart, as new
@@ -72,17 +49,25 @@ def changes_between(now: Settings, wanted: Settings) -> list[KeyChange]:
     """
     before, after = _by_key(now), _by_key(wanted)
     keys = [*before, *(key for key in after if key not in before)]
-    differing = [key for key in keys if _value(before, key) != _value(after, key)]
+    differing = [key for key in keys if before.get(key) != after.get(key)]
     if any(key.startswith("device[") for key in differing):
         for side in (before, after):
             roles = side["scheduling.roles"]
             side["scheduling.roles"] = replace(roles, effect=Effect.RESTART)
-    return [KeyChange(before.get(key), after.get(key)) for key in differing]
+    return [
+        ChangeInfo(
+            key=key,
+            before=before[key].spelled if key in before else None,
+            after=after[key].spelled if key in after else None,
+            effect=(after.get(key) or before[key]).effect.value,
+        )
+        for key in differing
+    ]
 
 
-def with_changes(now: Settings, wanted: Settings, changes: list[KeyChange]) -> Settings:
+def with_changes(now: Settings, wanted: Settings, changes: list[ChangeInfo]) -> Settings:
     """Return ``now`` with the values of ``wanted`` for changes that need no restart."""
-    keys = {change.key for change in changes if change.effect is not Effect.RESTART}
+    keys = {change.key for change in changes if change.effect != "restart"}
     updated = {}
     for name, field in type(now).model_fields.items():
         section = getattr(now, name)
@@ -112,16 +97,6 @@ def config_info(
     return ConfigInfo(path=None if path is None else str(path), settings=infos)
 
 
-def change_info(change: KeyChange) -> ChangeInfo:
-    before, after = change.before, change.after
-    return ChangeInfo(
-        key=change.key,
-        before=before.spelled if before is not None else None,
-        after=after.spelled if after is not None else None,
-        effect=change.effect.value,
-    )
-
-
 def _updated(section: S, wanted: S, name: str, keys: set[str]) -> S:
     fields = type(section).model_fields.items()
     new = {
@@ -141,11 +116,6 @@ def _of_section(name: str, section: Section, spelled: Mapping[str, object]) -> I
 
 def _by_key(settings: Settings) -> dict[str, Setting]:
     return {setting.key: setting for setting in settings_of(settings)}
-
-
-def _value(settings: Mapping[str, Setting], key: str) -> tuple[bool, object]:
-    setting = settings.get(key)
-    return setting is not None, setting.value if setting is not None else None
 
 
 def _origin(key: str, written: Collection[str], reasons: Mapping[str, str]) -> Origin:

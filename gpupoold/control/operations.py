@@ -10,15 +10,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from gpupool_state import HistoryLimits
-from gpupoold.api.schemas import ConfigInfo, DiffInfo, ReloadInfo
+from gpupoold.api.schemas import ChangeInfo, ConfigInfo, DiffInfo, ReloadInfo
 from gpupoold.config.budgets import MODEL_CACHE
 from gpupoold.config.file import ConfigFile, parsed_file, read_config_file
 from gpupoold.config.fitting import Update, fitted, update_of
-from gpupoold.config.keys import KeyChange, change_info, config_info
+from gpupoold.config.keys import config_info
 from gpupoold.config.machine import Machine
 from gpupoold.config.schema import RunningSettings, Settings
 from gpupoold.config.sections import HistorySettings
-from gpupoold.config.values import Effect
 from gpupoold.control.frontends import Frontends
 from gpupoold.control.models.cache_control import CacheControl
 from gpupoold.control.models.parts import ControlParts
@@ -74,16 +73,16 @@ class Reloader:
                 raise
             before = self._settings.model_copy()
             self._configuration.take(file, update)
-            changed = [change for change in changes if change.effect is not Effect.RESTART]
-            waiting = [change for change in changes if change.effect is Effect.RESTART]
+            changed = [change for change in changes if change.effect != "restart"]
+            waiting = [change for change in changes if change.effect == "restart"]
             self._apply(before, [change.key for change in changed])
         text = _summary(changed, waiting)
         self._history.record_event("info", "config_reloaded", "gpupoold", text)
         path = self._configuration.path
         return ReloadInfo(
             path=None if path is None else str(path),
-            changed=[change_info(change) for change in changed],
-            waiting=[change_info(change) for change in waiting],
+            changed=changed,
+            waiting=waiting,
         )
 
     def begin(self, around: Callable[[], AbstractContextManager[None]]) -> None:
@@ -124,7 +123,7 @@ class Reloader:
                     self._dispatcher.set_role(number, new, "by the configuration")
 
 
-def _summary(changed: list[KeyChange], waiting: list[KeyChange]) -> str:
+def _summary(changed: list[ChangeInfo], waiting: list[ChangeInfo]) -> str:
     parts = [f"changed {', '.join(change.key for change in changed)}"] if changed else []
     if waiting:
         parts.append(f"after a restart {', '.join(change.key for change in waiting)}")
@@ -171,7 +170,7 @@ class Configuration:
         file = await self.read() if text is None else parsed_file(text, Path(name))
         update = await self.update_of(file)
         path = None if file.path is None else str(file.path)
-        return DiffInfo(path=path, changes=[change_info(change) for change in update.changes])
+        return DiffInfo(path=path, changes=update.changes)
 
     async def read(self) -> ConfigFile:
         """Read the file again."""
@@ -185,7 +184,7 @@ class Configuration:
 
     def take(self, file: ConfigFile, update: Update) -> None:
         """Apply the part of ``update``, the effect of ``file``, that needs no restart."""
-        waiting = {change.key for change in update.changes if change.effect is Effect.RESTART}
+        waiting = {change.key for change in update.changes if change.effect == "restart"}
         self._written = (file.written - waiting) | (self._written & waiting)
         self._reasons = {key: text for key, text in self._reasons.items() if key in waiting} | {
             key: text for key, text in update.reasons.items() if key not in waiting

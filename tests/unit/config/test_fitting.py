@@ -31,7 +31,7 @@ def update(now: Settings, text: str, machine: Machine = MACHINE) -> Update:
 
 
 def changed(found: Update) -> dict[str, str]:
-    return {one.key: one.effect.value for one in found.changes}
+    return {one.key: one.effect for one in found.changes}
 
 
 def test_all_budgets_have_values() -> None:
@@ -106,5 +106,5 @@ def test_new_devices_wait_and_do_not_count_yet() -> None:
     file = parse_settings(tomllib.loads(text), "gpupool.toml")
     four = replace(MACHINE, devices=(A10,) * 4)
     found = update_of(running(), file, MACHINE, four)
-    assert {one.effect.value for one in found.changes} == {"restart"}
+    assert {one.effect for one in found.changes} == {"restart"}
     assert found.fitted.settings == running()

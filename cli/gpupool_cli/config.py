@@ -218,7 +218,7 @@ def doctor(
     from gpupoold.doctor.checks import check_all
     from gpupoold.doctor.probes import find_facts
 
-    checks = check_all(find_facts(config, ctx.find_root().params.get("socket_path")))
+    checks = list(check_all(find_facts(config, ctx.find_root().params.get("socket_path"))))
     if as_json:
         output.print_json({"checks": [asdict(check) for check in checks]})
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,13 +110,8 @@ def _listing(hub: Hub, cache: Path, snapshot: Path) -> Sequence[HubFile]:
     try:
         return hub.list_files(snapshot.name)[1]
     except GpupoolError:
-        return [HubFile(path, -1, "") for path in _present(snapshot)]
-
-
-def _present(snapshot: Path) -> Iterable[str]:
-    for folder, _, names in os.walk(snapshot):
-        for name in names:
-            yield os.path.relpath(os.path.join(folder, name), snapshot)
+        present = (path for path in snapshot.rglob("*") if not path.is_dir())
+        return [HubFile(str(path.relative_to(snapshot)), -1, "") for path in present]
 
 
 def _is_whole(path: Path, num_bytes: int) -> bool:

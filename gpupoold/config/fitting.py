@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gpupoold.api.schemas import ChangeInfo
 from gpupoold.config.budgets import Budgets, Wishes, work_out
@@ -78,17 +79,12 @@ def update_of(now: Settings, file: Settings, machine_now: Machine, machine_then:
 
 
 def _with_budgets(settings: Settings, budgets: Budgets) -> Settings:
-    memory = settings.memory.model_copy(
-        update={
-            "model_cache_or_auto": budgets.model_cache_bytes,
-            "kv_host_or_auto": budgets.kv_host_bytes,
-            "reserve_or_auto": budgets.reserve_bytes,
-        }
-    )
-    limits = settings.limits.model_copy(
-        update={"max_bytes_in_flight_or_auto": budgets.bytes_in_flight}
-    )
-    return settings.model_copy(update={"memory": memory, "limits": limits})
+    memory = {
+        "model_cache_or_auto": budgets.model_cache_bytes,
+        "kv_host_or_auto": budgets.kv_host_bytes,
+        "reserve_or_auto": budgets.reserve_bytes,
+    }
+    return _replaced(settings, memory, {"max_bytes_in_flight_or_auto": budgets.bytes_in_flight})
 
 
 def _live_wishes(in_force: Settings, wanted: Settings, file: Settings) -> Settings:
@@ -100,15 +96,20 @@ def _live_wishes(in_force: Settings, wanted: Settings, file: Settings) -> Settin
     settings = _with_live(in_force, file)
     if in_force.memory.kv_host_or_auto != wanted.memory.kv_host_or_auto:
         return settings
-    memory = settings.memory.model_copy(update={"kv_host_or_auto": file.memory.kv_host_or_auto})
-    return settings.model_copy(update={"memory": memory})
+    return _replaced(settings, {"kv_host_or_auto": file.memory.kv_host_or_auto}, {})
 
 
 def _with_live(settings: Settings, other: Settings) -> Settings:
     """Return ``settings`` with the other's budgets that apply at once."""
-    memory = settings.memory.model_copy(
-        update={"model_cache_or_auto": other.memory.model_cache_or_auto}
-    )
+    memory = {"model_cache_or_auto": other.memory.model_cache_or_auto}
     in_flight = other.limits.max_bytes_in_flight_or_auto
-    limits = settings.limits.model_copy(update={"max_bytes_in_flight_or_auto": in_flight})
-    return settings.model_copy(update={"memory": memory, "limits": limits})
+    return _replaced(settings, memory, {"max_bytes_in_flight_or_auto": in_flight})
+
+
+def _replaced(settings: Settings, memory: dict[str, Any], limits: dict[str, Any]) -> Settings:
+    return settings.model_copy(
+        update={
+            "memory": settings.memory.model_copy(update=memory),
+            "limits": settings.limits.model_copy(update=limits),
+        }
+    )

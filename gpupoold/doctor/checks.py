@@ -90,11 +90,7 @@ def fault(name: str, found: str, fix: str) -> Check:
     return Check(name, Verdict.FAULT, found, fix)
 
 
-def check_all(facts: Facts) -> list[Check]:
-    return list(_checks(facts))
-
-
-def _checks(facts: Facts) -> Iterator[Check]:
+def check_all(facts: Facts) -> Iterator[Check]:
     settings = facts.settings
     if settings is None:
         yield fault("config", facts.problem, facts.fix)

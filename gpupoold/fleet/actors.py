@@ -20,16 +20,9 @@ from gpupoold.access.rates import RateUse
 from gpupoold.api.schemas_access import AddKeyRequest, FleetReport
 from gpupoold.api.schemas_models import SetModelRequest
 from gpupoold.errors import Failed
+from gpupoold.fleet import cluster
 from gpupoold.fleet.agent import Agent, AgentReport, Moment, Order
 from gpupoold.fleet.asgi import Receive, Scope, Send
-from gpupoold.fleet.cluster import (
-    CONTROLLER,
-    NAMESPACE,
-    EntranceOptions,
-    FleetSpec,
-    FleetTable,
-    agent_name,
-)
 from gpupoold.fleet.controller import Controller
 from gpupoold.fleet.entrance import Entrance
 
@@ -76,7 +69,7 @@ class _RemoteAgent:
             if self._actor is None:
                 # In a thread, because Ray asks the head and waits.
                 self._actor = await asyncio.to_thread(
-                    ray.get_actor, agent_name(self._node), NAMESPACE
+                    ray.get_actor, cluster.agent_name(self._node), cluster.NAMESPACE
                 )
             return await getattr(self._actor, method).remote(*arguments)
         except (RayError, ValueError):
@@ -96,13 +89,15 @@ class ControllerActor:
         self._controller = Controller(Path(folder), agent_of)
         self._running: asyncio.Task[None] | None = None
 
-    async def table(self) -> FleetTable:
+    async def table(self) -> cluster.FleetTable:
         self._run()
         # After a start, an entrance keeps the table of the controller before until then.
         await self._controller.has_asked.wait()
         return self._controller.table
 
-    async def state(self) -> tuple[FleetTable, dict[str, FleetSpec], dict[str, str]]:
+    async def state(
+        self,
+    ) -> tuple[cluster.FleetTable, dict[str, cluster.FleetSpec], dict[str, str]]:
         """Return the table, the models placed by the fleet, and the problems."""
         self._run()
         await self._controller.has_asked.wait()
@@ -118,7 +113,7 @@ class ControllerActor:
     async def drain(self, name: str, is_draining: bool) -> None:
         self._controller.drain(name, is_draining=is_draining)
 
-    async def add_model(self, spec: FleetSpec) -> None:
+    async def add_model(self, spec: cluster.FleetSpec) -> None:
         self._controller.add_model(spec)
 
     async def set_model(
@@ -169,7 +164,9 @@ class EntranceApp:
         while True:
             try:
                 if controller is None:
-                    controller = await asyncio.to_thread(ray.get_actor, CONTROLLER, NAMESPACE)
+                    controller = await asyncio.to_thread(
+                        ray.get_actor, cluster.CONTROLLER, cluster.NAMESPACE
+                    )
                 table = await asyncio.wait_for(controller.table.remote(), _ANSWER_TIMEOUT_S)
                 self._entrance.replace(table)
             except (RayError, ValueError, TimeoutError) as error:
@@ -189,16 +186,16 @@ def stop_entrance() -> None:
 def start_agent(name: str, ray_node_id: str, socket_path: Path) -> Any:
     """Start the agent of a node, or start a new agent; return the handle."""
     with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(agent_name(name), NAMESPACE))
-    actor = _detached(AgentActor, agent_name(name), ray_node_id, max_concurrency=100)
+        ray.kill(ray.get_actor(cluster.agent_name(name), cluster.NAMESPACE))
+    actor = _detached(AgentActor, cluster.agent_name(name), ray_node_id, max_concurrency=100)
     return actor.remote(str(socket_path))
 
 
 def start_controller(ray_node_id: str, folder: Path) -> Any:
     """Start the controller on the head unless running; return the handle."""
     with contextlib.suppress(ValueError):
-        return ray.get_actor(CONTROLLER, NAMESPACE)
-    actor = _detached(ControllerActor, CONTROLLER, ray_node_id, max_concurrency=1000)
+        return ray.get_actor(cluster.CONTROLLER, cluster.NAMESPACE)
+    actor = _detached(ControllerActor, cluster.CONTROLLER, ray_node_id, max_concurrency=1000)
     return actor.remote(str(folder))
 
 
@@ -206,7 +203,7 @@ def _detached(kind: type, name: str, ray_node_id: str, *, max_concurrency: int) 
     """Return the class of an actor on one node, which Ray starts again after each death."""
     return ray.remote(kind).options(
         name=name,
-        namespace=NAMESPACE,
+        namespace=cluster.NAMESPACE,
         lifetime="detached",
         max_restarts=-1,
         num_cpus=0,
@@ -215,7 +212,7 @@ def _detached(kind: type, name: str, ray_node_id: str, *, max_concurrency: int) 
     )
 
 
-def start_entrance(options: EntranceOptions) -> None:
+def start_entrance(options: cluster.EntranceOptions) -> None:
     """Start the entrance on the head, or on every node of the fleet."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     location = "EveryNode" if options.is_everywhere else "HeadOnly"

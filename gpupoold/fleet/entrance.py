@@ -25,24 +25,7 @@ import msgspec
 from gpupoold.access import secret
 from gpupoold.access.fleet import HEADER, sign
 from gpupoold.domain import Priority
-from gpupoold.fleet.asgi import (
-    ClientGone,
-    Receive,
-    Scope,
-    Send,
-    as_text,
-    error_body,
-    headers_of,
-    passed_on,
-    read_answer,
-    read_body,
-    send_body,
-    send_error,
-    send_json,
-    send_start,
-    send_whole,
-    until_gone,
-)
+from gpupoold.fleet import asgi
 from gpupoold.fleet.cluster import FleetTable, Node
 from gpupoold.fleet.relays import ChoicesRelay, Relay, TypedRelay
 from gpupoold.fleet.routing import CHOICES_PATHS, RESPONSES, RoutedBody, conversation_of, order
@@ -168,14 +151,14 @@ class Entrance:
         if self._session is not None:
             await self._session.close()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] != "http":
             return
         path, method = scope["path"], scope["method"]
         try:
             if path in ROUTED_PATHS and method == "POST":
                 with self._holding() as hold:
-                    body = await read_body(receive, send, hold)
+                    body = await asgi.read_body(receive, send, hold)
                     if body is not None:
                         await self._route(scope, receive, send, body)
             elif path == "/v1/models" and method in ("GET", "HEAD"):
@@ -183,11 +166,11 @@ class Entrance:
             elif path in ("/health", "/ready") and method in ("GET", "HEAD"):
                 is_ready = any(node.takes_requests for node in self._alive())
                 status = 200 if is_ready or path == "/health" else 503
-                await send_json(send, status, {"ready": is_ready}, with_body=method == "GET")
+                await asgi.send_json(send, status, {"ready": is_ready}, with_body=method == "GET")
             else:
                 text = f"The fleet's entrance does not serve {method} {path}; ask a node itself."
-                await send_error(send, 404, text)
-        except ClientGone:
+                await asgi.send_error(send, 404, text)
+        except asgi.ClientGone:
             pass
 
     def _alive(self) -> list[Node]:
@@ -197,9 +180,9 @@ class Entrance:
     def _dead(self) -> frozenset[str]:
         return frozenset() if self._liveness is None else self._liveness.dead
 
-    async def _list_models(self, scope: Scope, send: Send) -> None:
+    async def _list_models(self, scope: asgi.Scope, send: asgi.Send) -> None:
         """Answer with the models of all nodes, as far as the caller may use the models."""
-        headers = passed_on(scope["headers"])
+        headers = asgi.passed_on(scope["headers"])
         answers = await asyncio.gather(*(self._models(node, headers) for node in self._alive()))
         refused = [answer for answer in answers if isinstance(answer, NodeFailed)]
         found: dict[str, Any] = {}
@@ -207,11 +190,11 @@ class Entrance:
             if not isinstance(models, NodeFailed):
                 found = models | found
         if refused and len(refused) == len(answers):
-            await send_whole(send, refused[0].status, refused[0].headers, refused[0].body)
+            await asgi.send_whole(send, refused[0].status, refused[0].headers, refused[0].body)
         else:
             rows = [found[name] for name in sorted(found)]
             answer = {"object": "list", "data": rows}
-            await send_json(send, 200, answer, with_body=scope["method"] == "GET")
+            await asgi.send_json(send, 200, answer, with_body=scope["method"] == "GET")
 
     async def _models(
         self, node: Node, headers: Iterable[tuple[bytes, bytes]]
@@ -220,22 +203,22 @@ class Entrance:
         assert self._session is not None
         asking = self._session.get(
             f"{node.url}/v1/models",
-            headers=as_text(headers),
+            headers=asgi.as_text(headers),
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(total=_LIST_TIMEOUT_S),
         )
         try:
             async with asking as answer:
-                body = await read_answer(answer)
+                body = await asgi.read_answer(answer)
                 if answer.status != HTTPStatus.OK:
-                    return NodeFailed(answer.status, body, headers_of(answer))
+                    return NodeFailed(answer.status, body, asgi.headers_of(answer))
             rows = msgspec.json.decode(body, type=_Models).data
             if not all(isinstance(row["id"], str) for row in rows):
                 raise ValueError("a model without a name")
             return {row["id"]: row for row in rows}
         except (*_FAULTS, *_OTHER_FORM) as error:
             text = f"{node.name} does not answer: {error or type(error).__name__}"
-            return NodeFailed(503, error_body(503, text), ())
+            return NodeFailed(503, asgi.error_body(503, text), ())
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[Callable[[int], bool]]:
@@ -254,25 +237,27 @@ class Entrance:
         finally:
             self._num_held -= num_held
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
+    async def _route(
+        self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send, body: bytes
+    ) -> None:
         try:
             wanted = msgspec.json.decode(body, type=RoutedBody)
         except msgspec.MsgspecError as error:
-            await send_error(send, 400, f"The body cannot be read: {error}")
+            await asgi.send_error(send, 400, f"The body cannot be read: {error}")
             return
         model = self._names.get(wanted.model)
         if model is None and self._version < 0:
             text = "The entrance is starting."
-            await send_error(send, 503, text, [(b"retry-after", b"1")])
+            await asgi.send_error(send, 503, text, [(b"retry-after", b"1")])
             return
         if model is None:
-            await send_error(send, 404, f"The fleet has no model {wanted.model[:128]!r}.")
+            await asgi.send_error(send, 404, f"The fleet has no model {wanted.model[:128]!r}.")
             return
         query = scope.get("query_string", b"").decode("latin-1")
-        headers = passed_on(scope["headers"])
+        headers = asgi.passed_on(scope["headers"])
         priority = self._priority_of(headers)
         asked = Asked(scope["method"], scope["path"], query, headers, body, model, wanted, priority)
-        async with until_gone(receive) as gone:
+        async with asgi.until_gone(receive) as gone:
             await self._serve(asked, send, gone)
 
     def _priority_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Priority:
@@ -281,7 +266,7 @@ class Entrance:
         ids = (secret.id_of(text) or "" for text in secret.sent_in(headers)) if known else ()
         return next((known[key_id] for key_id in ids if key_id in known), Priority.NORMAL)
 
-    async def _serve(self, asked: Asked, send: Send, gone: asyncio.Event) -> None:
+    async def _serve(self, asked: Asked, send: asgi.Send, gone: asyncio.Event) -> None:
         """Try node after node until the client has the whole answer."""
         conversation = conversation_of(asked.model, asked.wanted)
         give_up_s = time.monotonic() + _PATIENCE_S
@@ -313,7 +298,7 @@ class Entrance:
         if not gone.is_set():
             await self._give_up(asked, send)
 
-    async def _attempt(self, asked: Asked, node: Node, send: Send) -> bool:
+    async def _attempt(self, asked: Asked, node: Node, send: asgi.Send) -> bool:
         """Ask one node; return whether the client has the whole answer.
 
         Raises NodeFailed: the node did not begin to answer.
@@ -336,7 +321,7 @@ class Entrance:
         try:
             # A node's word is no reason to send a prompt and a key elsewhere.
             asking = self._session.request(
-                asked.method, url, data=body, headers=as_text(headers), allow_redirects=False
+                asked.method, url, data=body, headers=asgi.as_text(headers), allow_redirects=False
             )
             async with asking as answer:
                 with self._liveness.reading(node.name, answer):
@@ -347,10 +332,10 @@ class Entrance:
             if asked.has_begun:
                 return False
             text = f"The node {node.name} does not answer."
-            raise NodeFailed(502, error_body(502, text), ()) from error
+            raise NodeFailed(502, asgi.error_body(502, text), ()) from error
 
     async def _take(
-        self, asked: Asked, node: Node, answer: aiohttp.ClientResponse, send: Send
+        self, asked: Asked, node: Node, answer: aiohttp.ClientResponse, send: asgi.Send
     ) -> bool:
         """Pass a node's answer on; return whether the client has all of it.
 
@@ -361,20 +346,20 @@ class Entrance:
         if HTTPStatus.MULTIPLE_CHOICES <= answer.status < HTTPStatus.BAD_REQUEST:
             raise ValueError("a redirection")
         if answer.status in _TRIES_NEXT and not asked.has_begun:
-            raise NodeFailed(answer.status, await read_answer(answer), headers_of(answer))
+            raise NodeFailed(answer.status, await asgi.read_answer(answer), asgi.headers_of(answer))
         is_stream = answer.content_type == "text/event-stream"
         if not is_stream and not asked.has_begun:
-            whole = await read_answer(answer)
+            whole = await asgi.read_answer(answer)
             if answer.status == HTTPStatus.NOT_FOUND and _NO_MODEL in whole:
                 # The fleet has moved the model since the table.
                 text = f"The node {node.name} has {asked.model} no more."
-                raise NodeFailed(502, error_body(502, text), ())
-            await send_whole(send, answer.status, headers_of(answer), whole, node.name)
+                raise NodeFailed(502, asgi.error_body(502, text), ())
+            await asgi.send_whole(send, answer.status, asgi.headers_of(answer), whole, node.name)
             return True
         return is_stream and await self._pass_on(asked, node, answer, send)
 
     async def _pass_on(
-        self, asked: Asked, node: Node, answer: aiohttp.ClientResponse, send: Send
+        self, asked: Asked, node: Node, answer: aiohttp.ClientResponse, send: asgi.Send
     ) -> bool:
         """Pass a stream on; return whether it is complete.
 
@@ -386,27 +371,27 @@ class Entrance:
             if relay.lost:
                 return False
             if not asked.has_begun:
-                await send_start(send, answer.status, headers_of(answer), node.name)
+                await asgi.send_start(send, answer.status, asgi.headers_of(answer), node.name)
                 asked.has_begun = True
             if passed:
-                await send_body(send, passed, more=True)
+                await asgi.send_body(send, passed, more=True)
         if asked.can_continue and not relay.is_complete:
             return False
-        await send_body(send, b"", more=False)
+        await asgi.send_body(send, b"", more=False)
         return True
 
-    async def _give_up(self, asked: Asked, send: Send) -> None:
+    async def _give_up(self, asked: Asked, send: asgi.Send) -> None:
         """Tell the client that no node answers or continues."""
         if asked.has_begun:
             text = "The node that answered has died, and no other node could continue."
-            await send_body(send, asked.relay.ending(text), more=False)
+            await asgi.send_body(send, asked.relay.ending(text), more=False)
         elif asked.refusal is not None:
             refusal = asked.refusal
             status = 503 if refusal.status == HTTPStatus.BAD_GATEWAY else refusal.status
-            await send_whole(send, status, refusal.headers, refusal.body)
+            await asgi.send_whole(send, status, refusal.headers, refusal.body)
         else:
             text = f"No node serves {asked.model} now."
-            await send_error(send, 503, text, [(b"retry-after", b"5")])
+            await asgi.send_error(send, 503, text, [(b"retry-after", b"5")])
 
 
 def make_relay(path: str, wanted: RoutedBody) -> Relay:

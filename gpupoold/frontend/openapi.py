@@ -29,17 +29,7 @@ _OWN_PATHS = {
     "/v1/models/{model}": ("One model, by name or alias.", "The server is starting."),
 }
 # Responses that any request for a model may get, before or after the model's API.
-_REFUSALS = (
-    HTTPStatus.BAD_REQUEST,
-    HTTPStatus.UNAUTHORIZED,
-    HTTPStatus.FORBIDDEN,
-    HTTPStatus.NOT_FOUND,
-    HTTPStatus.REQUEST_TIMEOUT,
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-    HTTPStatus.TOO_MANY_REQUESTS,
-    HTTPStatus.SERVICE_UNAVAILABLE,
-)
+_REFUSALS = tuple(map(HTTPStatus, (400, 401, 403, 404, 408, 413, 415, 429, 503)))
 _REF_PREFIX = "#/components/schemas/"
 
 

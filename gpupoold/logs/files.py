@@ -72,7 +72,7 @@ class RotatingFile:
     def __init__(self, path: Path, file_bytes: int = FILE_BYTES) -> None:
         self._path = path
         self._file_bytes = file_bytes
-        self._fd = self._open()
+        self._fd = _open_log(self._path)
 
     def write(self, data: bytes) -> None:
         """Append; begin a new file when the file is full, if possible not within a line.
@@ -94,15 +94,12 @@ class RotatingFile:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _open(self) -> int:
-        return _open_log(self._path)
-
     def _rotate(self) -> None:
         for number in range(NUM_OLD_FILES, 0, -1):
             younger = old_file(self._path, number - 1) if number > 1 else self._path
             with contextlib.suppress(FileNotFoundError):
                 os.replace(younger, old_file(self._path, number))
-        fresh = self._open()
+        fresh = _open_log(self._path)
         os.close(self._fd)
         self._fd = fresh
 

@@ -199,53 +199,33 @@ def difference(old: Line, new: Line) -> tuple[int, int]:
 assert len(_DARK_MODELS) == len(_LIGHT_MODELS) == NUM_COLOURS
 _TINT = 0.22
 
-_WITHOUT_COLOURS = {
-    "bold": "bold",
-    "dim": "dim",
-    "header": "underline",
-    "sorted": "bold",
-    "title": "bold",
-    "focus": "reverse",
-    "brand": "reverse bold",
-    "warn": "bold",
-    "bad": "bold",
-    "key": "bold",
-    "off": "dim",
-    "selected": "reverse",
-    "cursor": "bold",
-    "lost": "dim",
-    "other": "dim",
-    "idle": "dim",
-    "free": "dim",
-}
-
-
-_TERMINAL = {
-    "bold": "bold",
-    "dim": "bright_black",
-    "header": "bright_black",
-    "sorted": "bold magenta",
-    "title": "bold",
-    "focus": "reverse bold",
-    "rule": "bright_black",
-    "brand": "bold reverse",
-    "good": "green",
-    "warn": "yellow",
-    "bad": "bold red",
-    "weights": "blue",
-    "prefetched": "cyan",
-    "kv": "green",
-    "other": "yellow",
-    "free": "bright_black",
-    "gauge": "green",
-    "spark": "green",
-    "switch": "yellow",
-    "idle": "bright_black",
-    "key": "bold cyan",
-    "off": "bright_black",
-    "selected": "reverse",
-    "cursor": "bold",
-    "lost": "dim",
+# The styles of words in the terminal's sixteen colours, and without colours.
+_PLAIN_STYLES = {
+    "bold": ("bold", "bold"),
+    "dim": ("bright_black", "dim"),
+    "header": ("bright_black", "underline"),
+    "sorted": ("bold magenta", "bold"),
+    "title": ("bold", "bold"),
+    "focus": ("reverse bold", "reverse"),
+    "rule": ("bright_black", ""),
+    "brand": ("bold reverse", "reverse bold"),
+    "good": ("green", ""),
+    "warn": ("yellow", "bold"),
+    "bad": ("bold red", "bold"),
+    "weights": ("blue", ""),
+    "prefetched": ("cyan", ""),
+    "kv": ("green", ""),
+    "other": ("yellow", "dim"),
+    "free": ("bright_black", "dim"),
+    "gauge": ("green", ""),
+    "spark": ("green", ""),
+    "switch": ("yellow", ""),
+    "idle": ("bright_black", "dim"),
+    "key": ("bold cyan", "bold"),
+    "off": ("bright_black", "dim"),
+    "selected": ("reverse", "reverse"),
+    "cursor": ("bold", "bold"),
+    "lost": ("dim", "dim"),
 }
 _TERMINAL_MODELS = (
     "blue", "green", "magenta", "cyan", "bright_blue", "bright_green", "bright_magenta",
@@ -296,7 +276,7 @@ class Palette:
 
 def plain_palette() -> Palette:
     """For ``NO_COLOR``: bold, dim, underlined and reversed text only."""
-    return Palette({word: Style.parse(text) for word, text in _WITHOUT_COLOURS.items()})
+    return Palette({word: Style.parse(text) for word, (_, text) in _PLAIN_STYLES.items()})
 
 
 def palette_of(theme: Theme) -> Palette:
@@ -305,8 +285,9 @@ def palette_of(theme: Theme) -> Palette:
     A theme of the terminal's own colours gets its sixteen colours.
     """
     if theme.ansi:
-        models = {f"m{number}": name for number, name in enumerate(_TERMINAL_MODELS)}
-        return Palette({word: Style.parse(text) for word, text in (_TERMINAL | models).items()})
+        texts = {f"m{number}": name for number, name in enumerate(_TERMINAL_MODELS)}
+        texts |= {word: text for word, (text, _) in _PLAIN_STYLES.items()}
+        return Palette({word: Style.parse(text) for word, text in texts.items()})
     colours = theme.to_color_system().generate()
 
     def one(name: str, default: str) -> Color:

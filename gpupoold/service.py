@@ -32,17 +32,10 @@ from gpupoold.errors import Failed, GpupoolError
 from gpupoold.files import hint_to_write
 from gpupoold.logs.setup import start_logging
 from gpupoold.metrics.exposition import Exporter
+from gpupoold.system import systemd
 from gpupoold.system.http_protocol import Server, server_config
 from gpupoold.system.listeners import admin_listener, http_listener
 from gpupoold.system.process import raise_file_limit, settle_collector
-from gpupoold.system.systemd import (
-    Environment,
-    FdStore,
-    Inherited,
-    Notifier,
-    informed,
-    take_environment,
-)
 
 _logger = logging.getLogger("gpupoold")
 
@@ -67,7 +60,7 @@ def main() -> None:
         _drop_unlisted_variables(file.settings)
         set_platform(os.environ, {device.kind for device in file.settings.devices})
         configuration = Configuration(file, arguments.config)
-        asyncio.run(serve(configuration, take_environment(os.environ, os.getpid())))
+        asyncio.run(serve(configuration, systemd.take_environment(os.environ, os.getpid())))
     except GpupoolError as error:
         print(f"gpupoold: {error.message}", file=sys.stderr)
         if error.hint:
@@ -85,10 +78,10 @@ def _drop_unlisted_variables(settings: Settings) -> None:
         )
 
 
-async def serve(configuration: Configuration, environment: Environment) -> None:
+async def serve(configuration: Configuration, environment: systemd.Environment) -> None:
     """Start all parts of the daemon in order, serve, and stop the parts in reverse order."""
     settings = configuration.settings
-    notifier = Notifier(environment.notify_address)
+    notifier = systemd.Notifier(environment.notify_address)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -98,14 +91,14 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
             expires_at = check_files(server.tls_cert, server.tls_key)
             _logger.info("the certificate is valid until %s", expires_at.date())
         stack.enter_context(StateLock.acquire(settings.paths.state_dir))
-        inherited = stack.enter_context(Inherited(environment.fds))
+        inherited = stack.enter_context(systemd.Inherited(environment.fds))
         listener = stack.enter_context(http_listener(settings.server, inherited.socket))
         database = await Database.open(settings.paths.state_dir / DATABASE_NAME)
         await stack.enter_async_context(database)
         history = History(database, history_limits(settings.history))
         await history.start()
         stack.push_async_callback(history.stop)
-        fd_store = FdStore(notifier, inherited.named(kept_snapshots.PREFIX))
+        fd_store = systemd.FdStore(notifier, inherited.named(kept_snapshots.PREFIX))
         control_plane = await build_control_plane(
             configuration, database, history, listener, fd_store
         )
@@ -132,7 +125,7 @@ async def serve(configuration: Configuration, environment: Environment) -> None:
         _logger.info("gpupoold %s serves at %s", __version__, control_plane.http_url)
         history.record_event("info", "daemon_started", "gpupoold", f"version {__version__}")
         health = control_plane.health
-        async with informed(
+        async with systemd.informed(
             notifier, environment.watchdog_s, health.summary, health.failure_reason
         ):
             settle_collector()

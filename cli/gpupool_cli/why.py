@@ -10,13 +10,7 @@ from gpupool_cli import output
 from gpupool_cli.options import JsonOption, complete_model_name, model_name, open_client
 from gpupool_cli.output import columns, duration_text
 from gpupool_cli.status import loading_text
-from gpupoold.api.schemas_explain import (
-    DeviceTurns,
-    FinishedWhy,
-    ModelOnDevice,
-    ModelWhy,
-    RequestWhy,
-)
+from gpupoold.api import schemas_explain
 from gpupoold.domain import WaitingTurn
 from gpupoold.units import format_bytes, format_duration
 
@@ -52,7 +46,7 @@ def why(
         _show_finished(answer.finished)
 
 
-def _show_request(request: RequestWhy) -> None:
+def _show_request(request: schemas_explain.RequestWhy) -> None:
     due_s = request.next_deadline_in_s
     due = f"due in {format_duration(due_s)}" if due_s >= 0 else f"late by {format_duration(-due_s)}"
     expected = request.next_token_in_s
@@ -75,7 +69,7 @@ def _show_request(request: RequestWhy) -> None:
         _show_device(request.turns)
 
 
-def _show_device(device: DeviceTurns, engine: str = "") -> None:
+def _show_device(device: schemas_explain.DeviceTurns, engine: str = "") -> None:
     output.print_line("")
     name = f"device {device.device}{_group_text(device)}"
     if device.on_turn is None:
@@ -97,7 +91,7 @@ def _show_device(device: DeviceTurns, engine: str = "") -> None:
         output.print_table(_LINE_COLUMNS, rows)
 
 
-def _group_text(device: DeviceTurns) -> str:
+def _group_text(device: schemas_explain.DeviceTurns) -> str:
     """Return the GPUs of a group, empty for a single GPU."""
     if device.num_gpus == 1:
         return ""
@@ -118,7 +112,7 @@ def _line_row(number: int, turn: WaitingTurn) -> list[str]:
     ]
 
 
-def _show_model(model: ModelWhy) -> None:
+def _show_model(model: schemas_explain.ModelWhy) -> None:
     hour = model.hour
     fields = {
         "model": model.name,
@@ -158,7 +152,7 @@ def _show_model(model: ModelWhy) -> None:
         _show_device(place.turns, engine if place.hosting else "")
 
 
-def _pauses(model: ModelWhy) -> str:
+def _pauses(model: schemas_explain.ModelWhy) -> str:
     """Return why a TBT above the target is no fault, empty if it is one or is not there."""
     p99_s, attainment = model.hour.tbt_p99_s, model.hour.attainment
     if p99_s is None or p99_s <= model.tbt_s or attainment is None or attainment < _ON_TIME:
@@ -170,7 +164,7 @@ def _percent(share: float | None) -> str:
     return output.NOTHING if share is None else f"{100 * share:.1f} %"
 
 
-def _weights(model: ModelWhy) -> str:
+def _weights(model: schemas_explain.ModelWhy) -> str:
     places = [_place(device) for device in model.devices]
     if model.unbound_bytes:
         places.append(f"{output.unbound_text(model.unbound_bytes)} without an engine")
@@ -179,7 +173,7 @@ def _weights(model: ModelWhy) -> str:
     return ", ".join(filter(None, places)) or "nowhere; the next request loads the weights"
 
 
-def _place(model: ModelOnDevice) -> str:
+def _place(model: schemas_explain.ModelOnDevice) -> str:
     if not model.weights_resident_bytes:
         return ""
     share = model.weights_resident_bytes / max(model.weights_total_bytes, 1)
@@ -187,7 +181,7 @@ def _place(model: ModelOnDevice) -> str:
     return f"device {model.device}{part}"
 
 
-def _show_finished(finished: FinishedWhy) -> None:
+def _show_finished(finished: schemas_explain.FinishedWhy) -> None:
     request = finished.request
     fields = {
         "request": request.request_id,
@@ -205,7 +199,7 @@ def _show_finished(finished: FinishedWhy) -> None:
         output.print_line(f"{when} {event.level} {event.kind}: {event.message}")
 
 
-def _prefix_cache(model: ModelWhy) -> str:
+def _prefix_cache(model: schemas_explain.ModelWhy) -> str:
     """Return a line about KV of ended requests, empty without any."""
     saved_bytes = sum(device.prefix_saved_bytes for device in model.devices)
     hit_bytes = sum(device.prefix_hit_bytes for device in model.devices)

@@ -15,14 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpupoold.checkpoints import tiny
 from gpupoold.checkpoints.maker import maker_parser, print_made, whole_folder, write_metadata
-from gpupoold.checkpoints.tiny import (
-    ARCHITECTURES,
-    Architecture,
-    TensorSpec,
-    config_of,
-    tensor_specs,
-)
 from gpupoold.checkpoints.tiny_tokenizer import write_tokenizer
 from gpupoold.errors import Refused, UsageError
 from gpupoold.latency.shape import LatencyError, ModelShape, builtin_shape
@@ -56,10 +50,10 @@ def make_dummy_checkpoint(parent: Path, shape_name: str) -> Path:
                 f"{target} exists and is not a dummy-weights checkpoint", "choose another folder"
             )
         return target
-    arch = ARCHITECTURES["qwen2" if shape_name.startswith("Qwen") else "llama"]
+    arch = tiny.ARCHITECTURES["qwen2" if shape_name.startswith("Qwen") else "llama"]
     tensors = tensors_of(arch, shape)
     vocab_size = tensors[0].shape[0]
-    config = config_of(arch, shape, _DTYPE, vocab_size, MAX_POSITION_EMBEDDINGS)
+    config = tiny.config_of(arch, shape, _DTYPE, vocab_size, MAX_POSITION_EMBEDDINGS)
     with whole_folder(target) as folder:
         write_tokenizer(folder)
         _write_hole(folder / _WEIGHT_FILE, tensors)
@@ -67,19 +61,19 @@ def make_dummy_checkpoint(parent: Path, shape_name: str) -> Path:
     return target
 
 
-def tensors_of(arch: Architecture, shape: ModelShape) -> list[TensorSpec]:
+def tensors_of(arch: tiny.Architecture, shape: ModelShape) -> list[tiny.TensorSpec]:
     """Return all tensors, with exactly ``shape.num_parameters`` elements in total.
 
     Raises UsageError: no vocabulary size gives that number of elements.
     """
-    inner = sum(math.prod(tensor.shape) for tensor in tensor_specs(arch, shape, vocab_size=0))
+    inner = sum(math.prod(tensor.shape) for tensor in tiny.tensor_specs(arch, shape, vocab_size=0))
     vocab_size, over = divmod(shape.num_parameters - inner, 2 * shape.hidden_size)
     if over or vocab_size <= 0:
         raise UsageError(f"no vocabulary size gives {shape.num_parameters} parameters for {shape}")
-    return list(tensor_specs(arch, shape, vocab_size))
+    return list(tiny.tensor_specs(arch, shape, vocab_size))
 
 
-def _write_hole(path: Path, tensors: Sequence[TensorSpec]) -> None:
+def _write_hole(path: Path, tensors: Sequence[tiny.TensorSpec]) -> None:
     """Write a safetensors file whose data is a hole, read as zeros."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -37,38 +37,14 @@ from vllm.v1.executor import Executor
 from gpupoold.checkpoints.parsers import found_parsers
 from gpupoold.engine_options.parsing import default_arguments, media_limits, parse_options
 from gpupoold.equal_tokenizers import share_tokenizers
+from gpupoold.frontend import pool_client, vllm_bounds, vocabulary
 from gpupoold.frontend.answer_fields import completing, name_errors_of_streams
 from gpupoold.frontend.errors import not_understood
 from gpupoold.frontend.gates import has_asked
 from gpupoold.frontend.grammars import GrammarVetting
 from gpupoold.frontend.large_answers import make_large_answers_apart
-from gpupoold.frontend.pool_client import (
-    EngineLimits,
-    PoolClient,
-    RequestLost,
-    keep_steps_apart,
-    reads_joined_steps,
-)
 from gpupoold.frontend.rendering import MAX_PIXELS, bound_media, bound_rendering, count_features
 from gpupoold.frontend.request_context import make_engine_id, name_as_requested, name_responses
-from gpupoold.frontend.vllm_bounds import (
-    ModelGrammars,
-    bound_pooling,
-    bound_renderer,
-    check_words,
-    check_work,
-    input_slot,
-    keep_grammars_off_the_loop,
-    limit_beams,
-    limit_logprobs,
-)
-from gpupoold.frontend.vocabulary import (
-    PromptLogprobs,
-    decode_tokens_once,
-    has_logprobs,
-    num_embeddings,
-    prepare_texts,
-)
 from gpupoold.stats.histogram import Histogram
 from gpupoold.wire.messages import LoadedModel, ModelToLoad, RequestProgress, StepOutputs
 
@@ -106,17 +82,21 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
     output_handler: asyncio.Task[None] | None
 
     def __init__(
-        self, config: VllmConfig, client: PoolClient, grammars: ModelGrammars, joins: bool
+        self,
+        config: VllmConfig,
+        client: pool_client.PoolClient,
+        grammars: vllm_bounds.ModelGrammars,
+        joins: bool,
     ) -> None:
         """With ``joins`` False the steps of a stream stay apart."""
         with _engine_client(client):
             super().__init__(
                 config, Executor.get_class(config), log_stats=False, log_requests=False
             )
-        bound_renderer(self.renderer, config.model_config.max_model_len)
+        vllm_bounds.bound_renderer(self.renderer, config.model_config.max_model_len)
         bound_media(self.renderer)
         self.input_processor.assign_request_id = _assign_request_id
-        decode_tokens_once()
+        vocabulary.decode_tokens_once()
         self._grammars = grammars
         self._joins = joins
         # Turns off vLLM's validation of grammars, which have been vetted before.
@@ -134,8 +114,8 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
 
         The API makes the generators of all prompts before it begins with the first.
         """
-        check_work(sampling_params)
-        limit_logprobs(prompt, sampling_params, self.model_config)
+        vllm_bounds.check_work(sampling_params)
+        vllm_bounds.limit_logprobs(prompt, sampling_params, self.model_config)
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(
             prompt, sampling_params, request_id, **kwargs
         )
@@ -143,7 +123,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield the result of an input, once the HTTP request may begin with one more."""
-        async with input_slot():
+        async with vllm_bounds.input_slot():
             async for output in super().encode(*args, **kwargs):
                 yield output
 
@@ -151,10 +131,10 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Add a request to the pool; vLLM's errors before that become 400."""
-        check_words(params)
+        vllm_bounds.check_words(params)
         count_features(prompt, getattr(params, "n", 1))
-        if has_logprobs(params):
-            await prepare_texts(self.renderer.tokenizer)
+        if vocabulary.has_logprobs(params):
+            await vocabulary.prepare_texts(self.renderer.tokenizer)
         params = await self._grammars.vetted(params)
         try:
             queue = await super().add_request(request_id, prompt, params, *args, **kwargs)
@@ -162,7 +142,7 @@ class PoolLLM(AsyncLLM):  # type: ignore[misc, unused-ignore]
             if isinstance(error, VLLMError):
                 raise
             raise VLLMValidationError(str(not_understood(error))) from error
-        return queue if self._joins else keep_steps_apart(queue)
+        return queue if self._joins else pool_client.keep_steps_apart(queue)
 
     def _run_output_handler(self) -> None:
         # An output that vLLM cannot process ends its handler after failing all open requests;
@@ -188,26 +168,30 @@ class VllmModelApi:
 
         ``on_prefilled`` gets each request's id and its cached prompt tokens.
         """
-        keep_grammars_off_the_loop()
+        vllm_bounds.keep_grammars_off_the_loop()
         bound_rendering()
         share_tokenizers(_TOKENIZING_THREADS)
         self._args = _arguments(model, loaded)
         self._adapters = model.adapters
         config = engine_config(model, loaded)
         self._tasks: Any = tuple(loaded.supported_tasks)
-        joins = reads_joined_steps(self._args.tool_call_parser)
+        joins = pool_client.reads_joined_steps(self._args.tool_call_parser)
         on_unreadable = functools.partial(self.fail, message=_GARBLED)
-        limits = EngineLimits(
+        limits = pool_client.EngineLimits(
             model.name,
             self._tasks,
             model.targets.tbt_s,
             config.model_config.get_vocab_size(),
-            num_embeddings(config.model_config),
+            vocabulary.num_embeddings(config.model_config),
         )
-        self._client = PoolClient(limits, send, on_unreadable, on_prefilled, joins=joins)
-        grammars = ModelGrammars(vetting, model, loaded)
+        self._client = pool_client.PoolClient(
+            limits, send, on_unreadable, on_prefilled, joins=joins
+        )
+        grammars = vllm_bounds.ModelGrammars(vetting, model, loaded)
         self._llm = PoolLLM(config, self._client, grammars, joins)
-        self._client.slow_outputs = PromptLogprobs(self._llm.output_processor.request_states)
+        self._client.slow_outputs = vocabulary.PromptLogprobs(
+            self._llm.output_processor.request_states
+        )
         self._app = build_app(self._args, self._tasks, config.model_config)
         self._app.user_middleware = [
             middleware
@@ -216,7 +200,7 @@ class VllmModelApi:
         ]
         for kind in _FAULTS:
             self._app.add_exception_handler(kind, _on_fault)
-        self._app.add_exception_handler(RequestLost, _on_lost)
+        self._app.add_exception_handler(pool_client.RequestLost, _on_lost)
         # vLLM's SageMaker bootstrap has built the stack with all of them already.
         self._app.middleware_stack = None
         self.paths = frozenset(getattr(route, "path", "") for route in self._app.routes)
@@ -298,7 +282,7 @@ class VllmModelApi:
             if state is None or state.queue is None:
                 continue
             # The error goes first, so that the abort's output does not replace the error.
-            state.queue.put(RequestLost(message, status, code))
+            state.queue.put(pool_client.RequestLost(message, status, code))
             whole = request_id if state.parent_req is None else state.parent_req.request_id
             gone = processor.abort_requests([whole], internal=True)
             self._client.abort([sample for sample in gone if sample not in failed])
@@ -334,7 +318,7 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 async def _on_lost(request: Request, error: Exception) -> Response:
     """Answer as vLLM does, with the code of the failure where there is one."""
     response = await exception_handler(request, error)
-    if not (isinstance(error, RequestLost) and error.code):
+    if not (isinstance(error, pool_client.RequestLost) and error.code):
         return response
     body = msgspec.json.decode(bytes(response.body))
     body["error"]["code"] = error.code
@@ -396,7 +380,7 @@ _ERROR = str(FinishReason.ERROR)
 
 
 @contextlib.contextmanager
-def _engine_client(client: PoolClient) -> Iterator[None]:
+def _engine_client(client: pool_client.PoolClient) -> Iterator[None]:
     """Substitute vLLM's engine client while an ``AsyncLLM`` is built.
 
     vLLM has no plug point for the client: the constructor calls this static method. Builds do not
@@ -404,7 +388,7 @@ def _engine_client(client: PoolClient) -> Iterator[None]:
     """
     original = EngineCoreClient.make_async_mp_client
 
-    def make_pool_client(*_: object, **__: object) -> PoolClient:
+    def make_pool_client(*_: object, **__: object) -> pool_client.PoolClient:
         return client
 
     EngineCoreClient.make_async_mp_client = staticmethod(make_pool_client)  # type: ignore[method-assign, assignment, unused-ignore]
@@ -431,9 +415,9 @@ def change_handlers(state: Any, model_config: Any) -> None:
     if (responses := getattr(state, "openai_serving_responses", None)) is not None:
         name_responses(responses)
         _replace_error(responses, _STORE_VARIABLE, _NO_BACKGROUND)
-    bound_pooling(state, model_config.max_model_len)
+    vllm_bounds.bound_pooling(state, model_config.max_model_len)
     make_large_answers_apart(state)
-    limit_beams(state)
+    vllm_bounds.limit_beams(state)
     name_as_requested(state.openai_serving_models)
     if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
         name_errors_of_streams(messages)

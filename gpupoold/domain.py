@@ -163,7 +163,7 @@ class ModelDescription:
     ``source`` is the user's text (a path or a Hugging Face id), ``path`` the resolved local folder.
     ``max_model_len`` None means the checkpoint's own limit. ``engine`` has vLLM's options by name,
     with values as on its command line. ``devices`` are chosen by hand, empty for the scheduling
-    core's choice. ``pace`` is that of streams, see :mod:`gpupoold.pace`, empty for none.
+    core's choice. ``pace`` is that of streams, see :func:`.units.checked_pace`, empty for none.
     """
 
     name: ModelName

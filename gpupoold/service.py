@@ -189,10 +189,6 @@ def argument_parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    main()
-
-
 def hangup_handler(
     fd: int, on_closed: Callable[[], None], on_reload: Callable[[], None]
 ) -> Callable[[], None]:

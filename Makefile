@@ -9,9 +9,9 @@ export PREFIX SYSCONFDIR DESTDIR VENV DIST
 # Without compiled modules each process that a test starts compiles the project.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Processes that run tests, and the part of the slow tests that `make test-slow` runs: another one
-# with each commit.
-JOBS ?= 2
+# Processes that run tests: one more than CI has cores, because each waits for daemons for a sixth of
+# the time. And the part of the slow tests that `make test-slow` runs: another one with each commit.
+JOBS ?= 3
 SHARDS := 6
 SHARD ?= $(shell echo $$(($$(git rev-list --count HEAD) % $(SHARDS) + 1)))/$(SHARDS)
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

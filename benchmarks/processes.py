@@ -18,7 +18,7 @@ def processes(daemon: PrivateDaemon) -> list[psutil.Process]:
     The children in which grammar checkers try one grammar each are left out.
     """
     found = descendants(daemon)
-    checkers = {one.pid for one in found if _is_checker(one)}
+    checkers = {one.pid for one in found if module_of(one) == _CHECKER}
     lasting = [one for one in found if _parent_pid(one) not in {None, *checkers}]
     return [psutil.Process(daemon.process.pid), *lasting]
 
@@ -40,19 +40,15 @@ def descendants(daemon: PrivateDaemon) -> list[psutil.Process]:
 
 
 def module_of(process: psutil.Process) -> str | None:
-    """Return the module that ``python -m`` runs, None for other programs.
+    """Return the module that ``python -m`` runs; None for other programs, or after the end.
 
     Raises:
-        psutil.Error: the process has ended, or may not be looked at.
+        psutil.AccessDenied: the process may not be looked at.
     """
-    words = " ".join(process.cmdline()).split()  # a forked process has a single argument
-    return words[words.index("-m") + 1] if "-m" in words[:-1] else None
-
-
-def _is_checker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return module_of(process) == _CHECKER
-    return False
+        words = " ".join(process.cmdline()).split()  # a forked process has a single argument
+        return words[words.index("-m") + 1] if "-m" in words[:-1] else None
+    return None
 
 
 def _parent_pid(process: psutil.Process) -> int | None:

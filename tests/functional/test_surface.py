@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from benchmarks.fuzz import Outcome, send_malformed_requests
-from benchmarks.generated import generated
 from benchmarks.malformed_requests import MAX_TOKENS, malformed_requests
 from benchmarks.noise import beside_a_neighbour
 from benchmarks.private_daemon import PrivateDaemon
@@ -69,6 +68,12 @@ def _state(daemon: PrivateDaemon) -> _State:
         )
         for one in processes(daemon)
     }
+
+
+def generated_requests(description: Any, num_examples: int, adjust: Any) -> list[Any]:
+    from benchmarks.generated import generated  # schemathesis: 0.7 s of each process's collection
+
+    return list(generated(description, num_examples, 1, adjust))
 
 
 def _with_more_files(before: _State, after: _State) -> list[int]:
@@ -129,7 +134,7 @@ def test_public_api_as_it_describes_itself(unharmed: PrivateDaemon) -> None:
                 if isinstance(case.body.get(name), int):
                     case.body[name] = min(case.body[name], MAX_TOKENS)
 
-    requests = list(generated(description, NUM_EXAMPLES, 1, adjust))
+    requests = generated_requests(description, NUM_EXAMPLES, adjust)
     outcome = asyncio.run(send_malformed_requests(_port(unharmed), requests))
     assert not _told(outcome)
     assert len(requests) > 2 * NUM_EXAMPLES * 8
@@ -146,7 +151,7 @@ def test_admin_api_as_it_describes_itself(unharmed: PrivateDaemon) -> None:
         if "device" in case.path_parameters:
             case.path_parameters["device"] = 99  # what a role or a drain does is tested elsewhere
 
-    requests = list(generated(description, NUM_ADMIN_EXAMPLES, 1, adjust))
+    requests = generated_requests(description, NUM_ADMIN_EXAMPLES, adjust)
     outcome = asyncio.run(send_malformed_requests(unharmed.socket_path, requests))
     assert not _told(outcome)
     assert {row.name for row in ps(unharmed).models} >= set(MODELS)

@@ -32,7 +32,7 @@ from tests.functional.daemon_tools import (
 )
 
 BACK_S = 120.0
-NUM_TOKENS = 200
+NUM_TOKENS = 120
 ASKED = [(name, f"bystander {n}") for name in (LLAMA, QWEN2) for n in range(2)]
 
 

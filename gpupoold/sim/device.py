@@ -141,6 +141,16 @@ class SimDevice:
         self.memory.evict_weights(name)
         self._report_memory()
 
+    def unbind(self, name: str) -> None:
+        """Leave the weights of a model whose engine another takes over in free pages."""
+        self.memory.unbind(name)
+        self._report_memory()
+
+    def bind(self, name: str) -> None:
+        """Map what is left of the weights of a model that takes over an engine."""
+        self.memory.bind(name)
+        self._report_memory()
+
     def add(self, live: SimLive) -> None:
         self.requests.waiting[live.request.model].append(live)
         self._note_change(live.request.model)

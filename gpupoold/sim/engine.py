@@ -227,11 +227,11 @@ class Simulation:
             return
         for load in self._hosting.due(self.core.state, self._queue.now_s, needed_only=needed_only):
             for name in load.evicted:
-                self._withdraw(name, self._devices[load.device])
+                self._withdraw(name, self._devices[load.device], keeps_weights=load.is_bound)
             at_s = self._queue.now_s + load.duration_s
             self._queue.schedule(at_s, functools.partial(self._loaded, load.device))
 
-    def _withdraw(self, name: str, device: SimDevice) -> None:
+    def _withdraw(self, name: str, device: SimDevice, *, keeps_weights: bool) -> None:
         """Take a model off a device; its requests arrive again, after all tokens so far."""
         for live in device.requests.all(name):
             self._events.append(e.Ended(live.request.id, is_complete=False))
@@ -242,12 +242,13 @@ class Simulation:
             at_s = self._queue.now_s if ready_s is None else ready_s
             self._queue.schedule(at_s, functools.partial(self._events.append, _arrived(live)))
         self._events.append(e.Unhosted(device.number, name))
-        device.page_out(name)
+        (device.unbind if keeps_weights else device.page_out)(name)
 
     def _loaded(self, device: int) -> None:
         assert self._hosting is not None
         name = self._hosting.loaded(device, self._queue.now_s)
         self._events.append(self._hosted(device, name))
+        self._devices[device].bind(name)
         self._load_engines(needed_only=True)
 
     def _arrive(self, live: SimLive) -> None:

@@ -75,6 +75,7 @@ class EngineLoad(NamedTuple):
     model: str
     evicted: tuple[str, ...]
     duration_s: float
+    is_bound: bool
 
 
 class Hosting:
@@ -213,9 +214,8 @@ class Hosting:
         is_bound = is_taken_over(model, device, gone)
         self.num_bound += is_bound
         self.num_loads += not is_bound
-        return EngineLoad(
-            device.number, name, tuple(gone), BIND_S if is_bound else self.costs.load_s
-        )
+        duration_s = BIND_S if is_bound else self.costs.load_s
+        return EngineLoad(device.number, name, tuple(gone), duration_s, is_bound)
 
     def hostable(self, state: State, now_s: float) -> list[Hostable]:
         """Return the changes of the devices that could run models, as often as the daemon does."""

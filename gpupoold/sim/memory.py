@@ -82,6 +82,8 @@ class SimMemory:
         self.num_dropped = 0
         """How often the KV of a model was dropped."""
         self._held = {name: _Held() for name in models}
+        # Weights without an engine, in free pages: the first left first.
+        self._unbound: dict[str, int] = {}
         self._used_bytes = 0
         self._next: str | None = None  # being prefetched
         self._now_s = 0.0  # of the latest switch or prefetch
@@ -114,13 +116,38 @@ class SimMemory:
     def remove(self, name: str) -> None:
         """Remove a model and free its bytes."""
         weight_bytes, kv_bytes, _ = self.held_bytes(name)
+        self._unbound.pop(name, None)
         self._used_bytes -= weight_bytes + kv_bytes
         del self._held[name]
         self._changed.discard(name)
 
+    def unbind(self, name: str) -> None:
+        """Evict a model's weights, which stay in free pages until others need these."""
+        num_bytes = self._held[name].weight_bytes
+        self.evict_weights(name)
+        self._unbound[name] = num_bytes
+
+    def bind(self, name: str) -> None:
+        """Map the weights that are still in free pages."""
+        num_bytes = self._unbound.pop(name, 0)
+        self._held[name].weight_bytes += num_bytes
+        self._used_bytes += num_bytes
+        self._changed.add(name)
+
+    def _overwrite_unbound(self) -> None:
+        """Drop weights without an engine as far as pages are in use for others."""
+        short = sum(self._unbound.values()) - max(0, self.free_bytes)
+        for name in list(self._unbound):
+            if short <= 0:
+                return
+            gone = min(short, self._unbound[name])
+            short -= gone
+            self._unbound[name] -= gone
+
     def evict_weights(self, name: str, num_bytes: int | None = None) -> None:
         """Evict a model's weights, or only pages for ``num_bytes``."""
         held = self._held[name]
+        self._unbound.pop(name, None)
         gone = held.weight_bytes
         if num_bytes is not None:
             gone = min(gone, math.ceil(num_bytes / PAGE_BYTES) * PAGE_BYTES)
@@ -146,6 +173,7 @@ class SimMemory:
             assert kv_bytes + host_bytes == num_tokens * self._models[name].kv_bytes_per_token, (
                 f"{name} holds {kv_bytes + host_bytes} bytes of KV for {num_tokens} tokens"
             )
+        assert sum(self._unbound.values()) <= max(0, self.free_bytes), "unbound weights in use"
         assert used_bytes == self._used_bytes, (
             f"{used_bytes} bytes held and {self.free_bytes} free of {self.capacity_bytes}"
         )
@@ -222,6 +250,7 @@ class SimMemory:
         grown = max(num_bytes, -held.kv_bytes)
         held.kv_bytes += grown
         self._used_bytes += grown
+        self._overwrite_unbound()
         if grown > num_bytes:  # the rest of the freed KV is in host memory
             held.kv_host_bytes = max(0, held.kv_host_bytes + num_bytes - grown)
             self._changed.add(name)
@@ -271,6 +300,7 @@ class SimMemory:
         held.moved.prefetched += weight_bytes if is_beside else 0
         held.moved.kv_in += kv_bytes
         self._used_bytes += num_bytes
+        self._overwrite_unbound()
         held.weight_bytes += weight_bytes
         held.kv_bytes += kv_bytes
         held.kv_host_bytes -= kv_bytes

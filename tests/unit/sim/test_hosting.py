@@ -155,8 +155,9 @@ def test_a_model_takes_over_an_idle_engine_of_its_family() -> None:
     assert (outcome.num_loads, outcome.num_bound) == (0, 2)
     first = run(requests[:1], "abc", 2)
     [usual_s] = ttfts_s(first)
-    for ttft_s in ttfts_s(outcome)[2:]:
-        assert ttft_s == pytest.approx(usual_s + BIND_S, abs=0.01)
+    taken_s, returned_s = ttfts_s(outcome)[2:]
+    assert taken_s == pytest.approx(usual_s + BIND_S, abs=0.01)
+    assert returned_s == pytest.approx(usual_s - 1.0 + BIND_S, abs=0.01)  # the weights had stayed
 
 
 def test_fine_tunes_with_requests_take_turns() -> None:

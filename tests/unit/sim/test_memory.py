@@ -185,3 +185,18 @@ def test_far_weights_take_longer() -> None:
     one.evict_weights("b", 10 * GB)
     assert one.prefetch("b", "a", 20.0) == pytest.approx(10 * GB, rel=0.01)
     assert one.switch_in("b", 20.0)[0] == pytest.approx(2.0, rel=0.01)
+
+
+def test_weights_without_an_engine_stay_until_pages_are_needed() -> None:
+    one = memory()
+    one.switch_in("a", 0.0)
+    one.unbind("a")
+    assert one.missing_bytes("a") == 30 * GB
+    one.bind("a")
+    assert one.switch_in("a", 9.0) == (0.0, 0)
+    one.unbind("a")
+    one.switch_in("b", 10.0)
+    one.add_kv("b", 3000)  # 30 of the 50 GB that are left, 10 of which had a's weights
+    one.check({"a": 0, "b": 3000})
+    one.bind("a")
+    assert one.missing_bytes("a") == 10 * GB

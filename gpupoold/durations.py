@@ -61,6 +61,16 @@ class LoadStages(_Durations):
     profile_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """Sizes of batches with CUDA graphs: of the load, captured later in ``late_s``, and left."""
+
+    num_first: int = 0
+    num_late: int = 0
+    num_left: int = 0
+    late_s: float = 0.0
+
+
 @dataclass(slots=True)
 class RequestStages(_Durations):
     """Seconds that requests spent in each stage.

@@ -12,7 +12,7 @@ from gpupool_cli import options, output
 from gpupool_cli.diagnostics import report, say
 from gpupoold.api.client import AdminClient
 from gpupoold.api.schemas import ModelUsage
-from gpupoold.api.schemas_models import ModelInfo, SetModelRequest, load_text
+from gpupoold.api.schemas_models import ModelInfo, SetModelRequest, graphs_text, load_text
 from gpupoold.domain import AdapterInfo, Preset, RemoveMode
 from gpupoold.errors import DaemonNotRunning, GpupoolError, UsageError
 from gpupoold.units import format_bytes, format_duration
@@ -169,6 +169,11 @@ def print_model(model: ModelInfo, *, is_added: bool = True) -> None:
         **{
             f"load on device {engine.device}": load_text(engine.load)
             for engine in (model.usage.engines if model.usage else ())
+        },
+        **{
+            f"graphs on device {engine.device}": graphs_text(engine.graphs)
+            for engine in (model.usage.engines if model.usage else ())
+            if engine.graphs.num_late or engine.graphs.num_left
         },
         **_memory_fields(model),
         "drafts": _draft_text(model.usage),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gpupoold import domain
-from gpupoold.durations import LoadStages
+from gpupoold.durations import GraphSizes, LoadStages
 from gpupoold.units import checked_pace
 
 RoleName = Literal["auto", "prefill", "decode", "mixed"]
@@ -129,6 +129,7 @@ class DraftUsage(Body):
 class EngineInfo(Body):
     """A model's engine on a device: its memory outside the pages, and the time of its load.
 
+    ``graphs`` counts sizes of batches with CUDA graphs.
     ``device_bytes`` are of the device's reserve, ``host_bytes`` private and pinned memory of the
     worker; both are the same memory on an emulated device. ``resident_bytes`` of the weights had
     stayed on the device before the load, and were not copied. ``why_unshared`` is the reason why no
@@ -139,6 +140,7 @@ class EngineInfo(Body):
     device_bytes: int
     host_bytes: int
     load: LoadStages = LoadStages()
+    graphs: GraphSizes = GraphSizes()
     resident_bytes: int = 0
     why_unshared: str = ""
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gpupoold.api.schemas import MAX_DEVICES, AdditionInfo, Body, ErrorBody, ModelUsage, PaceText
 from gpupoold.domain import DEFAULT_TBT_S, DEFAULT_TTFT_S, AdapterInfo, ModelDescription, Targets
-from gpupoold.durations import LoadStages
+from gpupoold.durations import GraphSizes, LoadStages
 from gpupoold.latency.models import StoredLatency
 from gpupoold.units import format_bytes, format_duration
 
@@ -176,6 +176,15 @@ def load_text(stages: LoadStages) -> str:
     """
     parts = [f"{name} {took_s:.1f}" for name, took_s in stages.by_name().items() if took_s >= 0.05]
     return ": ".join(filter(None, (format_duration(stages.total_s), ", ".join(parts))))
+
+
+def graphs_text(graphs: GraphSizes) -> str:
+    """Return how many sizes of batches have CUDA graphs, for example
+    ``5 sizes by the load, 3 of 10 later in 1.20s``.
+    """
+    later = f"{graphs.num_late} of {graphs.num_late + graphs.num_left} later"
+    took = f" in {format_duration(graphs.late_s)}" if graphs.num_late else ""
+    return f"{graphs.num_first} sizes by the load, {later}{took}"
 
 
 def speed_text(progress: Progress | AdditionInfo) -> str:

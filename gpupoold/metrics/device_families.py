@@ -217,6 +217,27 @@ def _engines(scrape: Scrape) -> Iterator[Family]:
             for stage, seconds in host.load.by_name().items()
         ),
     )
+    yield gauge(
+        "device_engine_graph_sizes",
+        "Sizes of batches with CUDA graphs: of the load (first), captured later (late), and left.",
+        ("device", "model", "captured"),
+        (
+            ((number, model, captured), getattr(host.graphs, f"num_{captured}"))
+            for number, worker in scrape.devices()
+            for model, host in hosts.engines_on(worker.number).items()
+            for captured in ("first", "late", "left")
+        ),
+    )
+    yield gauge(
+        "device_engine_late_capture_seconds",
+        "Time of the captures after the load of each present engine.",
+        ("device", "model"),
+        (
+            ((number, model), host.graphs.late_s)
+            for number, worker in scrape.devices()
+            for model, host in hosts.engines_on(worker.number).items()
+        ),
+    )
     yield gauge_of(
         "device_engine_limit_bytes",
         "Limit of the memory of engines outside the device's pages; absent without a limit.",

@@ -43,15 +43,16 @@ class ThreadPhase(IntEnum):
     SELF_CHECK = 3  # the model
     SWITCH = 4  # the model
     SNAPSHOT = 5  # the model: its weights snapshot is mapped or unmapped
-    ADD_REQUEST = 6  # the request
-    GRAMMAR = 7  # the request
-    STEP = 8  # one of the requests of the step
-    COPY = 9  # unknown: bytes of a model are copied during steps
+    CAPTURE = 6  # the model
+    ADD_REQUEST = 7  # the request
+    GRAMMAR = 8  # the request
+    STEP = 9  # one of the requests of the step
+    COPY = 10  # unknown: bytes of a model are copied during steps
 
     @property
     def is_due_to_model(self) -> bool:
         """True if a crash in the phase is due to the model, and to no request."""
-        return ThreadPhase.LOAD <= self <= ThreadPhase.SNAPSHOT
+        return ThreadPhase.LOAD <= self <= ThreadPhase.CAPTURE
 
     @property
     def text(self) -> str:
@@ -66,6 +67,7 @@ _TEXTS = {
     ThreadPhase.SELF_CHECK: "the self-check of",
     ThreadPhase.SWITCH: "a switch to",
     ThreadPhase.SNAPSHOT: "mapping the weights snapshot of",
+    ThreadPhase.CAPTURE: "the capture of graphs of",
     ThreadPhase.ADD_REQUEST: "adding a request to",
     ThreadPhase.GRAMMAR: "compiling a grammar for",
     ThreadPhase.STEP: "a step of",

@@ -20,6 +20,7 @@ from gpupoold.wire.messages_worker import (
     EndIsolation as EndIsolation,
     EndTurn as EndTurn,
     ForgetPrefixes as ForgetPrefixes,
+    GraphsCaptured as GraphsCaptured,
     KvTransferUsed as KvTransferUsed,
     LoadModel as LoadModel,
     MemoryReport as MemoryReport,
@@ -315,6 +316,7 @@ FromWorker = (
     | ModelLoaded
     | ModelFailed
     | ModelUnloaded
+    | GraphsCaptured
     | SnapshotDropped
     | SnapshotTaken
     | StepOutputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gpupoold.domain import DeviceActivity, DeviceFacts, Priority
-from gpupoold.durations import LoadStages
+from gpupoold.durations import GraphSizes, LoadStages
 from gpupoold.latency.models import Profile
 from gpupoold.wire import records
 
@@ -245,6 +245,14 @@ class ModelLoaded(records.Message):
     family: str = ""
     resident_bytes: int = 0
     why_unshared: str = ""
+    graphs: GraphSizes = GraphSizes()
+
+
+class GraphsCaptured(records.Message):
+    """Graphs of a further size have been captured in an idle moment."""
+
+    model: str
+    graphs: GraphSizes
 
 
 class ModelFailed(records.Message):

@@ -31,9 +31,6 @@ _HELD_POLL_S = 0.1
 
 _load_threads: int | None = None
 
-# Time without work before a collection.
-_IDLE_S = 1.0
-
 
 @dataclass(eq=False)
 class TurnThread:
@@ -236,7 +233,6 @@ class Heap:
 
     def __init__(self) -> None:
         self._has_garbage = False
-        self._busy_s = -math.inf
 
     def freeze(self) -> None:
         """Exclude all present objects from collections until the next ``collect``."""
@@ -245,13 +241,6 @@ class Heap:
     def engine_closed(self) -> None:
         """Record that frozen objects are garbage."""
         self._has_garbage = True
-
-    def collect_if_idle(self, now_s: float, *, is_idle: bool) -> None:
-        """Collect all garbage after some time without work; to be called regularly."""
-        if not is_idle:
-            self._busy_s = now_s
-        elif now_s - self._busy_s > _IDLE_S:
-            self.collect()
 
     def collect(self) -> None:
         """Collect all garbage, if an engine was closed; stops the process for a time."""

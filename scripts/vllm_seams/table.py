@@ -21,6 +21,7 @@ _ADAPTERS = "gpupoold/worker/engine/adapters.py"
 _GRAMMARS = "gpupoold/worker/engine/grammars.py"
 _MEMORY = "gpupoold/worker/engine/vllm_process.py"
 _FAMILIES = "gpupoold/worker/engine/families.py"
+_LATE_GRAPHS = "gpupoold/worker/engine/late_graphs.py"
 _DIVISION = "gpupoold/worker/inspection/inspect.py"
 _LOADING = "gpupoold/worker/weights/loading.py"
 _READING = "gpupoold/worker/weights/reading.py"
@@ -305,6 +306,11 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (_DIVISION, "vllm.distributed.parallel_state.GroupCoordinator", "world_size"),
     (_DIVISION, "vllm.config.ModelConfig", "verify_with_parallel_config"),
     (_READING, "vllm.model_executor.model_loader.utils", "device_loading_context"),
+    (
+        _LATE_GRAPHS,
+        "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager",
+        "_candidates _capture_descs compilation_config",
+    ),
     (_FAMILIES, "vllm.config.VllmConfig", "compute_hash quant_config reasoning_config"),
     (
         _FAMILIES,
@@ -315,6 +321,18 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
 
 # (file, name): the code is compared.
 _SOURCES: tuple[tuple[str, str], ...] = (
+    # Captures of some sizes at a time, and the blocks that dummy requests read and write.
+    *(
+        (_LATE_GRAPHS, f"vllm.v1.worker.gpu.{name}")
+        for name in (
+            "cudagraph_utils.CudaGraphManager._init_candidates",
+            "cudagraph_utils.CudaGraphManager.capture",
+            "cudagraph_utils.ModelCudaGraphManager.capture",
+            "cudagraph_utils.prepare_inputs_to_capture",
+            "block_table.BlockTables.get_dummy_block_tables",
+            "block_table.BlockTables.get_dummy_slot_mappings",
+        )
+    ),
     # Ranks with different names use sockets instead of shared memory.
     (
         "gpupoold/worker/engine/vllm_process.py",

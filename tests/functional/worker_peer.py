@@ -25,6 +25,7 @@ from gpupoold.control.requests.core_shell import (
     stepped,
 )
 from gpupoold.domain import ModelName, Role, Targets
+from gpupoold.durations import GraphSizes
 from gpupoold.scheduling import events as e
 from gpupoold.scheduling.events import Action, Send, StartTurn
 from gpupoold.scheduling.invariants import check_state
@@ -101,6 +102,7 @@ class WorkerPeer:
         self.wrong_answers: list[m.WrongAnswer] = []
         self.status: m.WorkerStatus | None = None
         self.drafts = m.DraftCounts()
+        self.graphs: dict[str, GraphSizes] = {}
         self._calls = 0
         policy = make_policy("gpupool", PolicyOptions(quota_max_s=quota_max_s))
         self.shell = CoreShell(policy, self._carry_out)
@@ -282,6 +284,8 @@ class WorkerPeer:
             self.switches.append(message.switch)
         elif isinstance(message, m.WrongAnswer):
             self.wrong_answers.append(message)
+        elif isinstance(message, m.GraphsCaptured):
+            self.graphs[message.model] = message.graphs
         elif isinstance(message, m.WorkerStatus):
             self.status = message
 

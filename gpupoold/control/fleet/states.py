@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from gpupoold.control.processes.supervised import Death
 from gpupoold.control.weights.cache import SnapshotCache, SnapshotId
-from gpupoold.durations import LoadStages
+from gpupoold.durations import GraphSizes, LoadStages
 from gpupoold.scheduling.state import IllegalTransition
 from gpupoold.wire.messages import EngineMemory
 
@@ -144,7 +144,8 @@ _WITH_ENGINE = (HostPhase.LOADED, HostPhase.ATTACHED, HostPhase.UNLOADING)
 class Host(Life[HostPhase, HostEvent]):
     """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
 
-    ``memory`` is the engine's outside the pages, ``load`` the time of its load, ``resident_bytes``
+    ``memory`` is the engine's outside the pages, ``load`` the time of its load, ``graphs`` its
+    sizes of batches with CUDA graphs, ``resident_bytes``
     the weights that were on the device before, ``since_s`` the end of the load, ``family`` what a
     model that takes the engine over must have in common (empty if none can, because of
     ``why_unshared``), ``why`` the reason for the engine on this worker, ``options`` the engine's
@@ -156,6 +157,7 @@ class Host(Life[HostPhase, HostEvent]):
         self.layout_digest = ""
         self.memory = NOTHING
         self.load = LoadStages()
+        self.graphs = GraphSizes()
         self.resident_bytes = 0
         self.since_s = 0.0
         self.family = ""

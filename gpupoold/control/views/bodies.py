@@ -214,6 +214,7 @@ def usage(
             {
                 "device": number,
                 "load": host.load,
+                "graphs": host.graphs,
                 "resident_bytes": host.resident_bytes,
                 "why_unshared": host.why_unshared,
                 **msgspec.structs.asdict(host.memory),

@@ -212,6 +212,8 @@ class WorkerProcess(Supervised[m.FromWorker]):
                 else:
                     self._hosts.freed(message.name, worker.number, message.freed.device_bytes)
                 worker.unloading.resolve(message.name, None)
+            case m.GraphsCaptured():
+                self._hosts.of(message.model, worker.number).graphs = message.graphs
             case m.SnapshotDropped():
                 worker.dropping.resolve(message.model, None)
             case m.SnapshotTaken():
@@ -249,7 +251,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
             has_snapshot = message.has_snapshot
             host.loaded(message.layout_digest, message.memory, has_snapshot=has_snapshot)
             host.load, host.since_s = message.stages, time.monotonic()
-            host.resident_bytes = message.resident_bytes
+            host.resident_bytes, host.graphs = message.resident_bytes, message.graphs
             host.why_unshared = message.why_unshared
             load.set_result((message, fd))
         elif fd is not None:

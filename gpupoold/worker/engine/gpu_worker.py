@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker import workspace
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu_worker import Worker
 
+from gpupoold.worker.engine.late_graphs import LateGraphs
 from gpupoold.worker.engine.vllm_process import PooledMemory, between_captures
 from gpupoold.worker.threads import TurnThread, use_step_threads
 from gpupoold.worker.weights.loading import current_load
@@ -67,6 +70,7 @@ class CudaWorker(PooledMemory, Worker):
             load.kv_scratch(),
             load.weight_scratch(),
             self._running_alone(),
+            self._capturing_few(),
         ):
             times = super().compile_or_warm_up_model()
             # vLLM captures graphs, and runs code between two graphs, on separate streams. The
@@ -90,6 +94,36 @@ class CudaWorker(PooledMemory, Worker):
             turns.held(),
         ):
             yield
+
+    @contextlib.contextmanager
+    def _capturing_few(self) -> Iterator[None]:
+        """Let vLLM capture few sizes inside the context, and keep the capture of the others.
+
+        All sizes are captured at once with adapters, whose capture uses the adapters' slots, with a
+        drafter, on groups, and for models with further graphs of their own.
+        """
+        runner, capture = self.model_runner, ModelCudaGraphManager.capture
+        if (
+            self.vllm_config.lora_config is not None
+            or self.vllm_config.speculative_config is not None
+            or self.vllm_config.parallel_config.world_size > 1
+        ):
+            yield
+            return
+
+        def capture_few(manager: Any, *arguments: Any, **options: Any) -> None:
+            capture_all = functools.partial(capture, manager, *arguments, **options)
+            if type(runner.model_state).capture_inner_cudagraphs is not _NO_INNER:
+                capture_all()
+                return
+            self.graphs = LateGraphs(manager, capture_all)
+            self.graphs.capture_first()
+
+        with replaced(ModelCudaGraphManager, "capture", capture_few):
+            yield
+
+
+_NO_INNER = ModelState.capture_inner_cudagraphs
 
 
 @contextlib.contextmanager

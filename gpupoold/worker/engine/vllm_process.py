@@ -38,6 +38,7 @@ from gpupoold.memory.group.link import OrderBook
 from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.worker.engine.configuration import parallel_arguments, refusal
 from gpupoold.worker.engine.families import share_compiled_code
+from gpupoold.worker.engine.late_graphs import LateGraphs
 from gpupoold.worker.engine.layer_gates import LayerGates
 from gpupoold.worker.process import set_group_environment
 from gpupoold.worker.threads import HEAP, TurnThread, use_load_threads
@@ -323,6 +324,8 @@ class PooledMemory:
     distributed_init_method: str
     gates: LayerGates | None = None
     """Set for a model whose steps may begin before all weights are present."""
+    graphs: LateGraphs | None = None
+    """Set for an engine that may capture CUDA graphs after its load."""
 
     def init_device(self) -> None:
         """Create the process groups that all models share, then initialise as vLLM does."""

@@ -176,6 +176,22 @@ class Residency:
         model = self._models[name]
         return model.weights.can_start and not self._first_extent(model)
 
+    def begin_use(self, name: str) -> bool:
+        """Let a model run on dummy requests; return False if its weights are not on the device.
+
+        Takes no page from another model, but a free one for the null block.
+        """
+        model = self._models[name]
+        first = self._first_extent(model)
+        if not model.weights.is_resident or (
+            model.kv.num_missing_pages(first) > self.pool.num_free
+        ):
+            return False
+        self._last_uses.run(model)
+        if first:
+            model.kv.map(first)
+        return True
+
     def advance(self, name: str) -> None:
         """Start to load more of a model's KV, then of the prefetched model; call between steps.
 

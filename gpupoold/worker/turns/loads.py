@@ -174,6 +174,9 @@ class EngineLoader:
             raise
         if not loaded.engine_of:
             engine.memory = self.driver_memory.taken_since(self._before)
+            if (graphs := engine.worker.graphs) is not None:
+                num_bytes = engine.memory.device_bytes + graphs.reserved_bytes
+                engine.memory = msgspec.structs.replace(engine.memory, device_bytes=num_bytes)
         return loaded._replace(
             profile=measured, stages=self.stages.so_far(), resident_bytes=self._resident_bytes
         )

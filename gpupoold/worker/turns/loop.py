@@ -44,6 +44,7 @@ _SLICE_LIMIT_S = 0.06
 # Jobs wait at most so long for streams that are behind their deadlines.
 _MAX_PUT_OFF_S = 0.25
 _SNAPSHOTS_POLL_S = 0.005
+_CALM_S = 1.0  # without work, before work that can wait
 
 
 class TurnLoop:
@@ -104,6 +105,7 @@ class TurnLoop:
         self.previous: str | None = None
         self._prefetching_for: str | None = None
         self._status_at_s = self._last_jobs_s = 0.0
+        self._busy_s = -math.inf
         self._interrupted = self._stopping = self._waits_for_load = False
 
     def run(self) -> None:
@@ -117,11 +119,24 @@ class TurnLoop:
             self._receive(0.0 if has_work else _STATUS_INTERVAL_S)
             if self.orders.turn is not None:
                 self._run_turn(self.orders.turn.turn_id, self.orders.turn.model)
+                self._busy_s = time.monotonic()
             else:
                 self.residency.eviction.settle_exports()  # during turns, `advance` does
                 is_idle = self.ledger.is_idle()
                 self.turns.run(_JOBS_ALONE_S if is_idle else _JOBS_S)
-                HEAP.collect_if_idle(time.monotonic(), is_idle=is_idle and not self.loads.is_busy)
+                has_jobs = self.loads.is_busy or self.turns.has_jobs
+                self._use_calm(time.monotonic(), is_idle=is_idle and not has_jobs)
+
+    def _use_calm(self, now_s: float, *, is_idle: bool) -> None:
+        """Collect garbage and capture a further size of graphs after some time without work.
+
+        Messages are read between two sizes, so a request waits for one at most.
+        """
+        if not is_idle:
+            self._busy_s = now_s
+        elif now_s - self._busy_s > _CALM_S:
+            HEAP.collect()
+            self._models.capture_graphs()
 
     def switch_to(self, name: str) -> m.SwitchRecord | None:
         """Make a model resident and report the switch, unless the model is resident."""

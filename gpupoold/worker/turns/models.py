@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gpupoold.durations import GraphSizes
 from gpupoold.errors import GpupoolError
 from gpupoold.memory.device import Device
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.pages import PagePool
 from gpupoold.memory.prefix_tiers import PrefixTiers
 from gpupoold.memory.weights import Snapshots
+from gpupoold.system.activity import WORKER, ThreadPhase
 from gpupoold.wire import messages as m
 from gpupoold.worker.engine.engine import ModelEngine
 from gpupoold.worker.kv.residency import Residency
@@ -92,6 +94,7 @@ class DeviceModels:
             self.send(_failure(order.model, end), ())
             return
         engine, model = end.engine, order.message.model
+        graphs = engine.worker.graphs
         dropped = self._replace(engine, model) if order.engine_name != model.name else []
         self.engines[model.name] = engine
         self.self_checks.expect(model.name, end.self_check)
@@ -109,6 +112,7 @@ class DeviceModels:
             _digest(engine),
             end.resident_bytes,
             engine.sharing.why_none,
+            GraphSizes() if graphs is None else graphs.sizes,
         )
         self.send(answer, (engine.weights.snapshot.fd,))
 
@@ -159,6 +163,17 @@ class DeviceModels:
         if self._kept is not None:
             self._kept[0].close()
             self._kept = None
+
+    def capture_graphs(self) -> None:
+        """Capture graphs of a further size for a model on the device, the last that ran first."""
+        for name in sorted(self.engines, key=self.last_used_s.__getitem__, reverse=True):
+            graphs = self.engines[name].worker.graphs
+            if graphs is None or not graphs.sizes.num_left or not self.residency.begin_use(name):
+                continue
+            with WORKER.main.doing(ThreadPhase.CAPTURE, name):
+                graphs.capture_next()
+            self.send(m.GraphsCaptured(name, graphs.sizes), ())
+            return
 
     def drop_snapshot(self, model: str) -> None:
         """Evict a model from the device and release its snapshot."""

@@ -28,6 +28,7 @@ from gpupoold.memory.transfers import BATCH_BYTES
 from gpupoold.memory.weights import WeightMemory
 from gpupoold.wire.messages import KvTransfer
 from gpupoold.worker.engine.engine import ModelEngine
+from gpupoold.worker.engine.late_graphs import SELF_CHECK_TOKENS
 from gpupoold.worker.engine.layer_gates import LayerGates, plan_gates, recorded_calls
 from gpupoold.worker.engine.steps import Step
 from gpupoold.worker.kv.residency import Residency
@@ -35,7 +36,6 @@ from gpupoold.worker.threads import finish
 
 # The request's name seeds the prompt, so all workers use the same prompt.
 _SELF_CHECK = "self-check"
-_NUM_PROMPT_TOKENS = 16
 _NUM_TOKENS = 8
 _MAX_STEPS = 64
 # Prompts of a verification, and tokens of each answer.
@@ -104,7 +104,7 @@ def run_self_check(
 def _sizes(engine: ModelEngine, num_tokens: int) -> tuple[int, int]:
     """Return the lengths of prompt and answer that fit into the model's context."""
     room = engine.info.max_model_len - 1
-    num_prompt_tokens = max(1, min(_NUM_PROMPT_TOKENS, room - _NUM_TOKENS))
+    num_prompt_tokens = max(1, min(SELF_CHECK_TOKENS, room - _NUM_TOKENS))
     return num_prompt_tokens, max(1, min(num_tokens, room - num_prompt_tokens))
 
 

@@ -79,10 +79,10 @@ class StageClock:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let ``owner``, a class, a module or an object, have another function inside the context."""
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let ``owner``, a class, a module or an object, have another value inside the context."""
     former, was_own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, function)
+    setattr(owner, name, value)
     try:
         yield
     finally:

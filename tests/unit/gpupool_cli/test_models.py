@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from gpupoold.api.schemas import DraftUsage
 from gpupoold.api.schemas_models import FoundInfo, ModelInfo, SetModelRequest
 from gpupoold.domain import AdapterInfo, Preset
+from gpupoold.durations import GraphSizes
 from tests.unit.gpupool_cli import samples
 from tests.unit.gpupool_cli.conftest import Cli
 from tests.unit.gpupool_cli.fake_daemon import FakeDaemon
@@ -102,6 +103,16 @@ def test_show_tells_of_drafts(daemon: FakeDaemon, cli: Cli) -> None:
     daemon.add("b", usage=usage)
     assert "500 of 1,600 tokens accepted, 2.25 tokens per step\n" in cli("show", "a").stdout
     assert "drafts" not in cli("show", "b").stdout
+
+
+def test_show_tells_of_graphs_that_are_captured_later(daemon: FakeDaemon, cli: Cli) -> None:
+    usage = samples.usage(samples.model("a"), measured=True)
+    daemon.add("b", usage=usage)
+    late = usage.engines[0].model_copy(update={"graphs": GraphSizes(4, 2, 1, 0.5)})
+    daemon.add("a", usage=usage.model_copy(update={"engines": [late]}))
+    text = "graphs on device 0  4 sizes by the load, 2 of 3 later in 500ms\n"
+    assert text in cli("show", "a").stdout
+    assert "graphs" not in cli("show", "b").stdout
 
 
 def test_show_of_an_unknown_model(daemon: FakeDaemon, cli: Cli) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (  # noqa: E402
     CudaGraphManager,
     ModelCudaGraphManager,
 )
+from vllm.v1.worker.gpu.model_states.interface import ModelState  # noqa: E402
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import (  # noqa: E402
     SpeculatorCudaGraphManager,
 )
@@ -25,6 +27,13 @@ from vllm.v1.worker.gpu_worker import Worker  # noqa: E402
 from gpupoold.worker.engine import gpu_worker as worker  # noqa: E402
 from gpupoold.worker.threads import TurnThread  # noqa: E402
 from gpupoold.worker.weights.stages import StageClock  # noqa: E402
+
+
+def config_with(world_size: int = 1, **options: Any) -> Any:
+    """The parts of vLLM's configuration that decide about late captures."""
+    parallel = SimpleNamespace(world_size=world_size)
+    given = {"lora_config": None, "speculative_config": None} | options
+    return SimpleNamespace(parallel_config=parallel, **given)
 
 
 def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +64,7 @@ def test_pages_stay_until_warm_up_has_ended_on_all_streams(monkeypatch: pytest.M
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", warm_up)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("device idle"))
     made = worker.CudaWorker.__new__(worker.CudaWorker)
-    made.model_runner = Runner([])
+    made.model_runner, made.vllm_config = Runner([]), config_with()
     assert made.compile_or_warm_up_model() == "times"
     assert done[:3] == ["KV", "weights are zeros", "warm-up"]
     assert done[3:] == ["device idle", "no weights", "no KV"]
@@ -77,7 +86,7 @@ def test_steps_run_between_the_captures_of_two_sizes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda _: runner.capture_model())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     made = worker.CudaWorker.__new__(worker.CudaWorker)
-    made.model_runner = runner
+    made.model_runner, made.vllm_config = runner, config_with()
     with ThreadPoolExecutor(1) as thread:
         loading = thread.submit(made.compile_or_warm_up_model)
         while not loading.done():
@@ -141,6 +150,58 @@ class Runner:
     def capture_model(self) -> None:
         self._dummy_run()
         self.cudagraph_manager.capture(torch.nn.Module())
+
+
+class State(ModelState):
+    """A model's state without graphs of its own."""
+
+
+class StateWithGraphs(ModelState):
+    """A model's state that captures more graphs beside all sizes."""
+
+    def capture_inner_cudagraphs(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "is_late"),
+    [
+        (State, {}, True),
+        (StateWithGraphs, {}, False),
+        (State, {"lora_config": 1}, False),
+        (State, {"speculative_config": 1}, False),
+        (State, {"world_size": 2}, False),
+    ],
+)
+def test_few_sizes_are_captured_by_the_load(
+    monkeypatch: pytest.MonkeyPatch,
+    state: type[ModelState],
+    options: dict[str, Any],
+    *,
+    is_late: bool,
+) -> None:
+    """All where later captures would meet adapters, drafters, other ranks or further graphs."""
+    told: list[Any] = []
+
+    def capture(*arguments: Any, **named: Any) -> None:
+        told.append((arguments[1:], named))
+
+    class Graphs:
+        """Captures at once what it would capture first."""
+
+        def __init__(self, _: Any, capture_all: Callable[[], None]) -> None:
+            self.capture_first = capture_all
+
+    monkeypatch.setattr(ModelCudaGraphManager, "capture", capture)
+    monkeypatch.setattr(worker, "LateGraphs", Graphs)
+    made = worker.CudaWorker.__new__(worker.CudaWorker)
+    made.vllm_config = config_with(**options)
+    made.model_runner = SimpleNamespace(model_state=object.__new__(state))
+    manager: Any = ModelCudaGraphManager
+    with made._capturing_few():
+        manager.capture("manager", "model", has_lora=False)
+    assert told == [(("model",), {"has_lora": False})]
+    assert (made.graphs is not None) == is_late
+    assert manager.capture is capture
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpupoold.domain import ModelName
+from gpupoold.durations import GraphSizes
 from gpupoold.errors import Refused
 from gpupoold.memory.emulated import EmulatedDevice
 from gpupoold.memory.host_buffer import HostBuffer
@@ -32,6 +33,11 @@ class PlayedEngine:
     has_snapshot: bool = True
     layout_digest: str = "old"
     memory: m.EngineMemory = field(default_factory=lambda: m.EngineMemory(7, 8))
+    graphs: Any = None
+
+    @property
+    def worker(self) -> Any:
+        return self
 
     @property
     def weights(self) -> Any:
@@ -189,3 +195,37 @@ def test_an_engine_does_not_stay_if_the_new_model_cannot_be_read(
     with pytest.raises(Refused):
         loader._load(order_for("c").message, None, "c", kept)
     assert told == ["close a"]
+
+
+@dataclass
+class PlayedGraphs:
+    """Tells of captures."""
+
+    name: str
+    told: list[str]
+    sizes: GraphSizes = field(default_factory=lambda: GraphSizes(4, num_left=2))
+
+    def capture_next(self) -> None:
+        self.told.append(f"capture {self.name}")
+        self.sizes = replace(self.sizes, num_left=self.sizes.num_left - 1)
+
+
+def test_models_on_the_device_capture_size_by_size(models: DeviceModels, told: list[str]) -> None:
+    """The model that ran last first."""
+    sent: list[Any] = []
+    models.send = lambda message, _: sent.append(message)
+    models.residency.begin_use = {"a", "b"}.__contains__  # type: ignore[method-assign, assignment]
+    for at_s, (name, engine) in enumerate(models.engines.items()):
+        models.last_used_s[name] = at_s
+        played: Any = engine
+        if name != "asked":
+            played.graphs = PlayedGraphs(name, told)
+    for _ in range(5):
+        models.capture_graphs()
+    assert told == ["capture b"] * 2 + ["capture a"] * 2
+    assert [(one.model, one.graphs.num_left) for one in sent] == [
+        ("b", 1),
+        ("b", 0),
+        ("a", 1),
+        ("a", 0),
+    ]

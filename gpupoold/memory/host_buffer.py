@@ -30,6 +30,7 @@ class HostBuffer:
         """
         self.fd = fd
         self.num_bytes = num_bytes
+        self._offset = offset
         flags = _POPULATED if is_populated else libc.MAP_SHARED | libc.MAP_NORESERVE
         try:
             self.address = libc.mmap(None, num_bytes, libc.PROT_READ_WRITE, flags, fd, offset)
@@ -59,6 +60,14 @@ class HostBuffer:
     def populate(self) -> None:
         """Allocate and zero the pages that are missing, on several cores."""
         _on_cores(self.num_bytes, self._populate)
+
+    def allocate(self) -> None:
+        """Allocate and zero the pages that are missing, without mapping them.
+
+        Raises:
+            OSError: the machine has too little memory.
+        """
+        os.posix_fallocate(self.fd, self._offset, self.num_bytes)
 
     def _populate(self, offset: int, num_bytes: int) -> None:
         try:

@@ -41,6 +41,7 @@ from gpupoold.worker.weights.rank_loads import (
     FollowerTurns,
     RankFailed,
 )
+from gpupoold.worker.weights.reading import HostLoadFails
 
 _logger = logging.getLogger(__name__)
 
@@ -199,17 +200,21 @@ class FollowerEngines:
             "end_load": self._end,
         }
         while True:
-            (num_orders, method, arguments), _ = self._link.receive()
+            (num_orders, method, arguments), fds = self._link.receive()
             self._done.wait_for(num_orders)
-            methods[method](*arguments)
+            if method in methods:
+                methods[method](*arguments)
+            for fd in fds:  # of a message for a call that has failed meanwhile
+                os.close(fd)
 
-    def _begin(self, engine: int, name: str, skips_checkpoint: bool) -> None:
+    def _begin(self, engine: int, name: str, skips_checkpoint: bool, why_on_device: str) -> None:
         start_load(skips_checkpoint=skips_checkpoint)
         load = FollowerLoad(
             name,
             self._device,
             self._pool,
             WeightSource(skips_checkpoint=skips_checkpoint),
+            why_on_device=why_on_device,
             turns=self._turns,
             link=self._link,
             memory=self._memory,
@@ -244,7 +249,9 @@ class FollowerEngines:
             answer = Answer(AnswerKind.VALUE, call(*arguments))
         except Exception as error:
             _logger.exception("a call of a load failed")
-            answer = Answer(AnswerKind.ERROR, f"{type(error).__name__}: {error}")
+            fails = isinstance(error, HostLoadFails)
+            kind = AnswerKind.HOST_LOAD_FAILS if fails else AnswerKind.ERROR
+            answer = Answer(kind, f"{type(error).__name__}: {error}")
         self._link.send(answer)
         if self._loading is not None and self._loading.load.unexpected is not None:
             method, given = self._loading.load.unexpected

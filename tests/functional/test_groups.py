@@ -20,6 +20,7 @@ from openai import AsyncOpenAI
 from benchmarks.bench.rig import weight_bytes
 from benchmarks.private_daemon import PrivateDaemon
 from gpupoold.api.schemas_models import AddAdapterRequest
+from gpupoold.errors import Failed
 from tests.functional.daemon_tools import (
     LLAMA,
     LOAD_OPTIONS,
@@ -238,6 +239,42 @@ async def test_answers_survive_the_death_of_a_rank(box: PrivateDaemon, rank: int
         assert not set(before) & set(pids_of(box)), "a rank of the old group still runs"
         assert await undisturbed(api, ASKED, NUM_TOKENS) == alone
         await eventually(lambda: not ps(box).requests)
+
+
+@pytest.mark.slow
+async def test_answers_survive_the_death_of_a_rank_in_a_load(
+    box: PrivateDaemon, tiny_models: dict[str, Path]
+) -> None:
+    """A follower stops for ever while the ranks read into host memory, and is killed."""
+
+    def add() -> str:
+        return box.add_model("late", tiny_models[QWEN2], devices=[0], **LOAD_OPTIONS).state
+
+    def stage() -> str:
+        loading = ps(box).devices[0].loading
+        return loading.stage if loading is not None and loading.model == "late" else ""
+
+    async with api_client(box.http_url) as api:
+        alone = await undisturbed(api, ASKED, NUM_TOKENS)
+        streams = [Background(api, name, text, NUM_TOKENS) for name, text in ASKED]
+        for stream in streams:
+            await stream.started()
+        before = pids_of(box)
+        adding = asyncio.create_task(asyncio.to_thread(add))
+        await eventually(lambda: bool(stage()))
+        os.kill(before[1], signal.SIGSTOP)
+        await asyncio.sleep(1.0)  # the leader comes to where the ranks wait for each other
+        assert stage() in {"builds the engine", "reads the weights", "makes the snapshot"}
+        os.kill(before[1], signal.SIGKILL)
+        with pytest.raises(Failed, match="ended"):
+            await adding
+        answers = await asyncio.gather(*(stream.finished() for stream in streams))
+        assert answers == alone
+        await eventually(lambda: {one.state for one in ps(box).devices} == {"ready"}, BACK_S)
+        assert await asyncio.to_thread(add) == "ready"
+        assert await undisturbed(api, [("late", ASKED[1][1])], NUM_TOKENS) == alone[1:2]
+    with box.client() as client:
+        client.remove_model("late")
 
 
 async def together(api: AsyncOpenAI, models: Sequence[str]) -> list[Answer]:

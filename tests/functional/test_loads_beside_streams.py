@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,6 +33,7 @@ NUM_TOKENS = 150
 SHORT_TOKENS = 24
 # Requests that do not fit on a device beside the weights.
 LONG = {"gptq": 1 << 15, "awq": 1 << 15, "w4a16": 1 << 15, "w8a8": 1 << 14, "fp8-channel": 1 << 14}
+REFUSED = re.compile("does not fit beside the weights|leave no space for KV")
 # A load borrows pages for three times the experts of a layer: here for two thirds of the model.
 # vLLM makes its groups for experts with a process's first engine only, so that one comes first.
 KINDS = {"borrower": "tiny-mixtral", "streams": "tiny-llama", "other": "tiny-qwen3"}
@@ -154,9 +156,20 @@ def test_a_worker_ends_during_a_load(peer: WorkerPeer, tiny_models: dict[str, Pa
 )
 def card(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
     """A device for so many models, with a model; a load takes the pages of more than a model."""
-    made = WorkerPeer(int(request.param * weight_bytes(tiny_models["tiny-llama"])))
+    yield from small_device(request.param, tiny_models["tiny-llama"])
+
+
+@pytest.fixture(scope="module", params=[1.6, pytest.param(2.5, marks=pytest.mark.slow)])
+def group(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Iterator[WorkerPeer]:
+    """As ``card``, a group of two emulated GPUs together."""
+    yield from small_device(request.param, tiny_models["tiny-llama"], num_ranks=2)
+
+
+def small_device(num_models: float, path: Path, num_ranks: int = 1) -> Iterator[WorkerPeer]:
+    options = {"--num-gpus": num_ranks, "--are-cores-shared": int(num_ranks > 1)}
+    made = WorkerPeer(int(num_models * weight_bytes(path)) // num_ranks, options=options)
     try:
-        made.load("streams", tiny_models["tiny-llama"], max_model_len=MAX_MODEL_LEN)
+        made.load("streams", path, max_model_len=MAX_MODEL_LEN)
         yield made
     finally:
         made.close()
@@ -249,15 +262,57 @@ def deep_models(
 def test_a_load_takes_no_pages_of_an_idle_model_before_its_self_check(
     card: WorkerPeer, deep_models: Callable[[str], Path], kind: str, dtype: str
 ) -> None:
-    """A load that is refused after the read, but of the Transformers backend on a small device."""
-    num_bytes = card.ready.facts.device_bytes
-    path = deep_models(kind)
-    ask_other(card, "streams")
-    assert missing_bytes(card, "streams") == 0
-    send_load(card, "long", path, dtype=dtype, max_model_len=LONG.get(kind, 4096))
-    assert "does not fit beside the weights" in card.wait(m.ModelFailed).message
-    is_short = num_bytes < weight_bytes(path) + card.loaded["streams"].weight_bytes
+    """Unless the Transformers backend of vLLM makes the weights."""
+    is_short = check_idle_model(card, deep_models(kind), kind, dtype)
     assert (missing_bytes(card, "streams") > 0) == (is_short and kind == "gpt-neox")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("qwen3", "float32"),
+        ("qwen3-moe", "float32"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("deepseek-v2", "float32"), ("gptq", "float16"), ("w8a8", "float32"))
+        ),
+        ("gpt-neox", "float32"),
+    ],
+)
+def test_a_group_loads_as_a_gpu_does(
+    group: WorkerPeer,
+    alone: dict[str, list[int]],
+    deep_models: Callable[[str], Path],
+    kind: str,
+    dtype: str,
+) -> None:
+    """No rank takes pages of a model that is idle, or whose stream runs, before the self-check.
+
+    But for the Transformers backend, where each rank takes pages for the weights of all ranks.
+    """
+    check_idle_model(group, deep_models(kind), kind, dtype)
+    assert (missing_bytes(group, "streams") > 0) == (kind == "gpt-neox")
+    group.call("check_integrity")
+    if kind == "gpt-neox":
+        return
+    group.ask("streams", kind, PROMPTS["one"], max_tokens=NUM_TOKENS, ignore_eos=True)
+    while not group.tokens[kind]:
+        group.pump(1.0)
+    send_load(group, "long", deep_models(kind), dtype=dtype, max_model_len=LONG.get(kind, 4096))
+    assert REFUSED.search(group.wait(m.ModelFailed).message)
+    assert missing_bytes(group, "streams") == 0
+    group.run_until_ended(kind)
+    assert group.tokens[kind] == alone["one"]
+
+
+def check_idle_model(peer: WorkerPeer, path: Path, kind: str, dtype: str) -> bool:
+    """Make a load that is refused after the read; return whether two models do not fit."""
+    ask_other(peer, "streams")
+    assert missing_bytes(peer, "streams") == 0
+    send_load(peer, "long", path, dtype=dtype, max_model_len=LONG.get(kind, 4096))
+    assert REFUSED.search(peer.wait(m.ModelFailed).message)
+    both_bytes = weight_bytes(path) + peer.loaded["streams"].weight_bytes
+    return peer.ready.facts.device_bytes < both_bytes
 
 
 def missing_bytes(peer: WorkerPeer, model: str) -> int:

@@ -24,6 +24,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from gpupoold.errors import GpupoolError, Refused
 from gpupoold.memory.device import Device
+from gpupoold.memory.group.link import RankLost
 from gpupoold.memory.host import KvHostCache, Slot
 from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.kv import KvMemory
@@ -514,6 +515,7 @@ def load_engine(
 
     Raises:
         GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
+        RankLost: another rank has ended, and this process ends soon.
     """
     page_bytes = load.device.page_bytes
     start_load(skips_checkpoint=load.skips_checkpoint)
@@ -532,7 +534,7 @@ def load_engine(
             problems = engine.adapters.add_all(model.adapters)
             engine.info = msgspec.structs.replace(info, adapter_problems=problems)
             return engine
-        except GpupoolError:
+        except (GpupoolError, RankLost):
             raise
         except Exception as error:
             raise refusal(model.name, error) from error

@@ -17,6 +17,7 @@ from gpupoold.durations import LoadStages
 from gpupoold.errors import Failed, GpupoolError
 from gpupoold.latency.models import Profile
 from gpupoold.memory.device import Device
+from gpupoold.memory.group.link import RankLost
 from gpupoold.memory.host import KvHostCache
 from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.memory.prefix_tiers import PrefixTiers
@@ -455,6 +456,8 @@ class LoadQueue:
             snapshot = order.take_snapshot(self.loader.device.num_ranks)
             kept = self._fitting(order)
             return self.loader.load(order.message, snapshot, order.engine_name, order.check, kept)
+        except RankLost:  # the process ends too: no failure of the model
+            raise
         except (GpupoolError, OSError) as error:
             if not order.is_cancelled:
                 _logger.exception("loading %s failed", order.model)

@@ -7,7 +7,6 @@ overlap, because one thread makes all loads of a process. Pages are changed by t
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -183,8 +182,6 @@ class ModelLoad:
         """Make this load the present load inside the context; free its memory after an error."""
         _current.append(self)
         try:
-            if self.device.num_ranks > 1:  # before other ranks begin
-                self._release_all()
             yield
         except BaseException as error:
             if self._populating is not None:
@@ -215,7 +212,7 @@ class ModelLoad:
             if reason := self._why_on_device or why_on_device(config, *formats):
                 self._read_on_device(reason)
             else:
-                if self._estimated_slot_bytes:
+                if config.lora_config is not None:
                     self._release_bytes(self._estimated_slot_bytes)
                 show = self.host.show_on_device
                 stack.enter_context(on_host(config, created, show, self.host.on_device))
@@ -224,8 +221,7 @@ class ModelLoad:
     def _read_on_device(self, reason: str) -> None:
         """Let vLLM read the weights into memory that other models lend."""
         self.stages.why_on_device = reason
-        if self.device.num_ranks == 1:  # else the leader has
-            self._release_all()
+        self._release_to_torch(self._num_released_pages)
 
     def _created(self, model: nn.Module, made: Collection[int], *, is_alone: bool) -> None:
         """Keep the weights of a new model in host memory, in the snapshot if they stay as read."""
@@ -235,7 +231,7 @@ class ModelLoad:
             reason = "it is too large"  # and refused when the files agree with its configuration
         elif prepares_itself(model) or any(parameter.is_meta for parameter in model.parameters()):
             reason = "vLLM prepares its weights while it reads them, or all together"
-        if reason:
+        if reason := self._common_reason(reason):
             self._read_on_device(reason)
             if not self.device.is_host_addressable:
                 hosted = [
@@ -249,23 +245,29 @@ class ModelLoad:
         if is_plain and (self.skips_checkpoint or self._snapshot is None):
             self._place(model)
         elif not self.skips_checkpoint:
-            check_available(self.name, num_bytes)
+            check_available(self.name, num_bytes * self.device.num_ranks)
 
     def _place(self, model: nn.Module) -> None:
         """Make the parameters of a model without weights views of the snapshot."""
         self.host.show_on_device(model)
         layout = plan_layout(model)
-        if self._snapshot is None:
-            check_available(self.name, layout.num_bytes)
-            num_pages = -(-layout.num_bytes // self.device.page_bytes)
-            self._snapshot = self._buffer("snapshot", num_pages, is_populated=False)
+        self._snapshot = snapshot = self._snapshot_in_place(layout)
+        if not self.skips_checkpoint:
             thread = ThreadPoolExecutor(1, "snapshot")
-            self._populating = thread.submit(self._snapshot.populate)
+            self._populating = thread.submit(snapshot.populate)
             thread.shutdown(wait=False)
-        elif self._snapshot.num_bytes < layout.num_bytes:
+        self.is_in_place = True
+        self.host.move(model, lambda address: snapshot.address + layout.offsets[address])
+
+    def _snapshot_in_place(self, layout: WeightLayout) -> HostBuffer:
+        """Return the snapshot for weights that vLLM has not read; a new one has no pages."""
+        if self._snapshot is None:
+            check_available(self.name, layout.num_bytes * self.device.num_ranks)
+            num_pages = -(-layout.num_bytes // self.device.page_bytes)
+            return self._buffer("snapshot", num_pages, is_populated=False)
+        if self._snapshot.num_bytes < layout.num_bytes:
             raise StaleSnapshot(f"{self.name}: the snapshot has another layout")
-        first, self.is_in_place = self._snapshot.address, True
-        self.host.move(model, lambda address: first + layout.offsets[address])
+        return self._snapshot
 
     def take_weights(self, model: torch.nn.Module) -> None:
         """Move a loaded model's weights into the address range, through the host snapshot.
@@ -329,7 +331,7 @@ class ModelLoad:
     def _copy_out(self, layout: WeightLayout, snapshot: HostBuffer) -> None:
         """Write a new snapshot, and free the weights elsewhere in host memory."""
         copy_out(layout, snapshot.address, self.device, self.host.storages)
-        os.posix_fallocate(snapshot.fd, 0, snapshot.num_bytes)
+        snapshot.allocate()
         if self._former is not None:
             self._former.close()
             self._former = None
@@ -407,13 +409,13 @@ class ModelLoad:
         self.kv_address_range = AddressRange(self.device, self._pool, num_pages)
         return tensors.over(self.device, self.kv_address_range.address, num_bytes)
 
-    def _release_all(self) -> None:
-        """Release pages for all weights to torch."""
-        self.turns.call(self._release_pages, self._num_released_pages)
-
     def _release_bytes(self, num_bytes: int) -> None:
         num_pages = -(-num_bytes // self.device.page_bytes)
-        self.turns.call(self._release_pages, min(num_pages, self._num_released_pages))
+        self._release_to_torch(min(num_pages, self._num_released_pages))
+
+    def _release_to_torch(self, num_pages: int) -> None:
+        """Release pages to torch on all ranks."""
+        self.turns.call(self._release_pages, num_pages)
 
     def _release_pages(self, num_pages: int) -> None:
         """Release pages to torch in one job, so that no model takes the freed pages before."""
@@ -427,6 +429,10 @@ class ModelLoad:
     def _take_page(self) -> list[PageRun]:
         self._make_room(1)
         return self._pool.allocate(1)
+
+    def _common_reason(self, reason: str) -> str:
+        """Return why all ranks read into device memory, as one has the reason; else ""."""
+        return reason
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
         """Compare the layout with the other ranks' layouts; return one with a common digest."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from gpupoold.memory.host_buffer import HostBuffer
 from gpupoold.worker.process import Rank
 from gpupoold.worker.threads import TurnThread
 from gpupoold.worker.weights.loading import ModelLoad
+from gpupoold.worker.weights.reading import HostLoadFails
 from gpupoold.worker.weights.tensors import WeightLayout
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class AnswerKind(Enum):
 
     VALUE = auto()
     ERROR = auto()
+    HOST_LOAD_FAILS = auto()
     ENDED = auto()
 
 
@@ -53,18 +56,20 @@ class Answer(NamedTuple):
 
 
 class ShardShape(NamedTuple):
-    """What the ranks compare: the digest of a shard, the bytes of weights and of slots, and the
-    ends of the layers."""
+    """What the ranks compare: the digest of a shard, the bytes of weights and of slots, the ends of
+    the layers, and whether the weights are in the snapshot."""
 
     digest: str
     num_bytes: int
     slot_bytes: int
     layer_ends: tuple[int, ...]
+    is_in_place: bool
 
     @classmethod
-    def of(cls, layout: WeightLayout, slots: WeightLayout) -> ShardShape:
+    def of(cls, layout: WeightLayout, slots: WeightLayout, *, is_in_place: bool) -> ShardShape:
         """Return the shape of this rank's shard."""
-        return cls(layout.digest, layout.num_bytes, slots.num_bytes, layout.layer_ends)
+        sizes = (layout.num_bytes, slots.num_bytes)
+        return cls(layout.digest, *sizes, layout.layer_ends, is_in_place)
 
 
 class RegionNumbers(NamedTuple):
@@ -99,13 +104,16 @@ class LoadLinks:
 
         Raises:
             RankFailed: a follower answered with an error.
+            HostLoadFails: a follower answered with this error.
         """
         received = [link.receive()[0] for link in self.links]
         failed = [
             f"rank {rank}: {answer.value}"
             for rank, answer in enumerate(received, 1)
-            if answer.kind is AnswerKind.ERROR
+            if answer.kind is not AnswerKind.VALUE
         ]
+        if any(answer.kind is AnswerKind.HOST_LOAD_FAILS for answer in received):
+            raise HostLoadFails("; ".join(failed))
         if failed:
             raise RankFailed("; ".join(failed))
         return [answer.value for answer in received]
@@ -190,7 +198,8 @@ class LeaderLoad(ModelLoad):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        self.links.send("begin_load", self.engine, self.name, self.skips_checkpoint)
+        what = (self.name, self.skips_checkpoint, self._why_on_device)
+        self.links.send("begin_load", self.engine, *what)
         self.is_under_way = True
         try:
             with super().active():
@@ -205,11 +214,25 @@ class LeaderLoad(ModelLoad):
         self.links.send("go_on")  # after the orders sent before
 
     @contextlib.contextmanager
-    def kv_scratch(self) -> Iterator[None]:
-        with super().kv_scratch():
+    def _scratch(self, address_range: AddressRange | None) -> Iterator[None]:
+        with super()._scratch(address_range):
             self.links.send("go_on")  # after the orders sent before
             yield
             self.links.receive()
+
+    def _release_to_torch(self, num_pages: int) -> None:
+        super()._release_to_torch(num_pages)
+        self.links.send("go_on")  # after the orders sent before
+
+    def _common_reason(self, reason: str) -> str:
+        common = next(filter(None, (reason, *self.links.receive())), "")
+        self.links.send("read", common)
+        return common
+
+    def _snapshot_in_place(self, layout: WeightLayout) -> HostBuffer:
+        snapshot = super()._snapshot_in_place(layout)
+        self.links.send("place", snapshot.num_bytes, fds=[snapshot.fd])
+        return snapshot
 
     def share_kv(self) -> None:
         """Let orders about the KV range reach the followers, whose ranges exist."""
@@ -218,7 +241,9 @@ class LeaderLoad(ModelLoad):
             self.group.regions.add(self._numbers.kv, self.kv_address_range.address, num_bytes)
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
-        shapes = [ShardShape.of(layout, slots), *self.links.receive()]
+        shapes = [ShardShape.of(layout, slots, is_in_place=self.is_in_place), *self.links.receive()]
+        if len({shape.is_in_place for shape in shapes}) > 1:
+            raise HostLoadFails("vLLM moved the weights of some ranks only")
         sizes = {(shape.num_bytes, shape.slot_bytes) for shape in shapes}
         if len(sizes) > 1:
             text = f"{self.name}: the shards have different sizes: {sorted(sizes)}"
@@ -248,11 +273,10 @@ class LeaderLoad(ModelLoad):
             regions.add(numbers.slots, own.address, own.num_bytes)
 
     def _reclaim(self, failure: BaseException | None = None) -> None:
-        if self._release.has_pages:  # the followers' memory is reclaimed too
-            if failure is None:
-                self.links.receive()
-            else:
-                self._end(is_loaded=False)
+        if failure is None:  # the followers' memory is reclaimed too
+            self.links.receive()
+        else:
+            self._end(is_loaded=False)
         super()._reclaim(failure)
 
     def _end(self, *, is_loaded: bool) -> None:
@@ -287,10 +311,22 @@ class FollowerLoad(ModelLoad):
         self.receive("go_on")
 
     @contextlib.contextmanager
-    def kv_scratch(self) -> Iterator[None]:
+    def _scratch(self, address_range: AddressRange | None) -> Iterator[None]:
         self.receive("go_on")
         yield
         self.answer(None)
+
+    def _release_to_torch(self, num_pages: int) -> None:
+        self.receive("go_on")
+
+    def _common_reason(self, reason: str) -> str:
+        self.answer(reason)
+        [common], _ = self.receive("read")
+        return str(common)
+
+    def _snapshot_in_place(self, layout: WeightLayout) -> HostBuffer:
+        [num_bytes], [fd] = self.receive("place")
+        return self._part(fd, num_bytes, is_populated=False)
 
     def make_kv(self, num_bytes: int) -> torch.Tensor:
         tensor = super().make_kv(num_bytes)
@@ -328,13 +364,21 @@ class FollowerLoad(ModelLoad):
         super()._give_back()
 
     def _agree(self, layout: WeightLayout, slots: WeightLayout) -> WeightLayout:
-        self.answer(ShardShape.of(layout, slots))
+        self.answer(ShardShape.of(layout, slots, is_in_place=self.is_in_place))
         return layout
 
     def _usable_snapshot(self, layout: WeightLayout, num_pages: int) -> tuple[HostBuffer, bool]:
         (is_new, num_bytes, numbers), [fd] = self.receive("snapshot")
         self._numbers = RegionNumbers(*numbers)
-        return HostBuffer(fd, num_bytes, self._rank * num_bytes), is_new
+        if self._snapshot is not None and self.is_in_place:
+            os.close(fd)
+            return self._snapshot, is_new
+        return self._part(fd, num_bytes, is_populated=not (is_new and self.is_on_host)), is_new
+
+    def _part(self, fd: int, num_bytes: int, *, is_populated: bool) -> HostBuffer:
+        """Return this rank's part of the snapshot."""
+        offset = self._rank * num_bytes
+        return HostBuffer(fd, num_bytes, offset, is_populated=is_populated)
 
     def _hold(
         self, address_range: AddressRange, snapshot: HostBuffer, own: HostBuffer | None

@@ -57,7 +57,6 @@ def why_on_device(config: VllmConfig, *load_formats: str) -> str:
         "vLLM has an own way to read its format": load.load_format not in load_formats
         or load.device is not None
         or model.quantization == "torchao",
-        "the ranks of a group read it side by side": config.parallel_config.world_size > 1,
         "the Transformers backend of vLLM makes its weights": model.using_transformers_backend(),
         "it has a drafter and adapters": has_own and config.lora_config is not None,
         "its drafter computes while it is loaded": has_own and drafts.parallel_drafting,

@@ -64,7 +64,6 @@ def config(**changes: Any) -> Any:
     made = SimpleNamespace(
         model_config=kind,
         load_config=SimpleNamespace(load_format="auto", device=None),
-        parallel_config=SimpleNamespace(world_size=1),
         speculative_config=None,
         lora_config=None,
     )
@@ -83,7 +82,6 @@ DRAFTER = SimpleNamespace(draft_model_config=object(), parallel_drafting=False)
         ({"load_config__load_format": "bitsandbytes"}, "own way to read"),
         ({"load_config__device": "cpu"}, "own way to read"),
         ({"model_config__quantization": "torchao"}, "own way to read"),
-        ({"parallel_config__world_size": 2}, "ranks of a group"),
         ({"model_config__using_transformers_backend": lambda: True}, "Transformers backend"),
         ({"speculative_config": DRAFTER, "lora_config": object()}, "drafter and adapters"),
         (

@@ -413,7 +413,10 @@ _MEMORY_NAMES = tuple(field.name for field in fields(MemoryUse))
 
 @dataclass
 class UseCounts:
-    """Finished requests with their tokens; seconds of steps times the devices' GPUs, and joules."""
+    """Finished requests with their tokens; seconds of steps times the devices' GPUs, and joules.
+
+    ``energy_j`` is the energy of the devices in these seconds, 0 without readings.
+    """
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -422,8 +425,11 @@ class UseCounts:
     energy_j: float = 0.0
 
     def add(self, other: UseCounts) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+        self.num_requests += other.num_requests
+        self.num_prompt_tokens += other.num_prompt_tokens
+        self.num_output_tokens += other.num_output_tokens
+        self.gpu_s += other.gpu_s
+        self.energy_j += other.energy_j
 
 
 @dataclass

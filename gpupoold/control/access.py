@@ -236,7 +236,7 @@ class Keyring:
         if row.revoked_at is None:
             self._keep(row)
         else:
-            del self._rows[row.id]
+            self._rows.pop(row.id, None)
             self._rates.forget(row.id)
         self._history.record_event("info", kind, row.name, f"the API key {row.id}")
         self.publish()

@@ -21,8 +21,20 @@ from gpupoold.latency.models import (
 from gpupoold.latency.shape import DataError, HardwareProfile, ModelShape, builtin_shape, hardware
 
 COLUMNS = (
-    *("gpu", "model", "num_gpus", "phase", "constant_1", "constant_2", "constant_3", "weighting"),
-    *("r_squared", "mean_relative_error", "p90_relative_error", "num_points", "source", "licence"),
+    "gpu",
+    "model",
+    "num_gpus",
+    "phase",
+    "constant_1",
+    "constant_2",
+    "constant_3",
+    "weighting",
+    "r_squared",
+    "mean_relative_error",
+    "p90_relative_error",
+    "num_points",
+    "source",
+    "licence",
 )
 
 

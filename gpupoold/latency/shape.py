@@ -21,8 +21,13 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": (),
 }
 _DTYPE_BYTES = {
-    **{"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2},
-    **{"float8_e4m3fn": 1, "float8_e5m2": 1},
+    "float32": 4,
+    "float": 4,
+    "float16": 2,
+    "half": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
 }
 # Types whose FFN has two matrices; other FFNs have a gate, an up and a down projection.
 _UNGATED_TYPES = frozenset(
@@ -35,8 +40,10 @@ _GROUP_NAME = re.compile(r"(\d+) x (.+)")
 _VOCAB_MULTIPLE = 64
 
 NUMBERS = (
-    *("memory_bytes", "memory_bandwidth_bytes_per_s"),
-    *("bf16_flops", "pcie_bandwidth_bytes_per_s"),
+    "memory_bytes",
+    "memory_bandwidth_bytes_per_s",
+    "bf16_flops",
+    "pcie_bandwidth_bytes_per_s",
 )
 
 

@@ -32,7 +32,7 @@ def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) 
     num_pages = max(1, min(pool.num_free, num_bytes // device.page_bytes))
     with scratch_memory(device, pool, num_pages * device.page_bytes) as scratch:
         whole_in = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
-        whole_out = Copy(whole_in.source, whole_in.target, scratch.num_bytes)
+        whole_out = Copy(scratch.host_address, scratch.address, scratch.num_bytes)
         return LinkBandwidth(
             _best_of(device, Direction.IN, whole_in), _best_of(device, Direction.OUT, whole_out)
         )

@@ -388,10 +388,11 @@ class PeerCache:
         try:
             self._device.share_host(self._buffer.address, self._buffer.num_bytes, self._buffer.fd)
         except Exception as error:  # affects only KV transfers from that cache
-            text = (
+            _logger.error(
                 "another worker's KV host cache cannot be mapped: %s; requests that migrate from "
+                "that worker recompute their KV",
+                error,
             )
-            _logger.error(text + "that worker recompute their KV", error)
             return
         self.is_usable = True
 

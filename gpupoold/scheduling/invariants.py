@@ -7,8 +7,13 @@ import math
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, RequestPhase, State
 
 _SUMS = (
-    *("prompt_tokens", "expected_tokens", "num_waiting", "waiting_tokens", "waiting_tokens2"),
-    *("cached_tokens", "context_tokens"),
+    "prompt_tokens",
+    "expected_tokens",
+    "num_waiting",
+    "waiting_tokens",
+    "waiting_tokens2",
+    "cached_tokens",
+    "context_tokens",
 )
 
 

@@ -21,8 +21,12 @@ _logger = logging.getLogger(__name__)
 
 _FIRST_FD = 3
 _VARIABLES = (
-    *("LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"),
-    *("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC"),
+    "LISTEN_FDS",
+    "LISTEN_FDNAMES",
+    "LISTEN_PID",
+    "NOTIFY_SOCKET",
+    "WATCHDOG_PID",
+    "WATCHDOG_USEC",
 )
 # A stuck service manager must not block serving.
 _SEND_TIMEOUT_S = 1.0

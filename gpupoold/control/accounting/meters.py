@@ -420,7 +420,8 @@ class TurnLog:
         """Return the latest ``limit`` turns with larger ids, oldest first."""
         num_new = max(0, min(self.last_id - max(0, after_id), limit))
         # A deque is fast at its ends only.
-        return [*islice(reversed(self._kept), num_new)][::-1]
+        newest = list(islice(reversed(self._kept), num_new))
+        return newest[::-1]
 
     def _of(self, device: int) -> _Going:
         return self._going.setdefault(device, _Going())

@@ -52,8 +52,9 @@ class Counts(TimedCounts):
         return total
 
     def _add_durations(self, one: Self, other: Self, sign: int = 1) -> None:
-        for name in ("lateness", "first_token", "between_tokens"):
-            setattr(self, name, getattr(one, name).plus(getattr(other, name), sign))
+        self.lateness = one.lateness.plus(other.lateness, sign)
+        self.first_token = one.first_token.plus(other.first_token, sign)
+        self.between_tokens = one.between_tokens.plus(other.between_tokens, sign)
 
     def counts(self) -> dict[str, int]:
         """Return the counts of requests and tokens by name."""

@@ -81,7 +81,6 @@ class EngineRoom(ModelPart):
     ) -> Sequence[HostingDevice]:
         """Return the devices; those too small for ``weight_bytes`` only if there are no others."""
         workers = self._supervisor.workers
-        workers = self._supervisor.workers
         ready = [(device, workers[device.number].ready) for device in devices]
         large = [each for each, up in ready if up and up.facts.device_bytes > weight_bytes]
         return large or devices

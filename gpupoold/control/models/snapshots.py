@@ -312,9 +312,13 @@ async def rows_in_start_order(
     cache.pinned = {name for name, row in rows.items() if row.is_pinned}
     await _recall_use(rows, history, cache)
     candidates = [
-        Candidate(name, num_snapshots(row) * row.weight_bytes, used_at or 0.0, row.is_pinned)
+        Candidate(
+            name,
+            num_snapshots(row) * row.weight_bytes,
+            cache.last_used_at(name) or 0.0,
+            row.is_pinned,
+        )
         for name, row in rows.items()
-        for used_at in [cache.last_used_at(name)]
     ]
     return [rows[name] for name in start_order(candidates, cache.budget_bytes)]
 

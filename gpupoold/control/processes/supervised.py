@@ -35,7 +35,15 @@ P = TypeVar("P")
 
 # Signals caused by the process's own code; all other signals come from outside.
 _OWN_FAULTS = frozenset(
-    signal.Signals[f"SIG{name}"] for name in ("SEGV", "BUS", "ABRT", "FPE", "ILL", "TRAP", "SYS")
+    {
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGABRT,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGTRAP,
+        signal.SIGSYS,
+    }
 )
 
 VMSTAT = Path("/proc/vmstat")

@@ -211,9 +211,10 @@ class WorkerOrders:
 
     def abort(self, requests: Iterable[LiveRequest]) -> None:
         """Stop requests on the workers; the records stay."""
-        for one in requests:
-            if one.device is not None:
-                self._workers[one.device].send(m.AbortRequests(one.model, [one.request_id]))
+        for request in requests:
+            if request.device is not None:
+                message = m.AbortRequests(request.model, [request.request_id])
+                self._workers[request.device].send(message)
 
     def end_isolation(self, request: LiveRequest) -> None:
         """Allow a request to share steps again, if a worker has the request."""

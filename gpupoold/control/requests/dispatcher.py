@@ -99,7 +99,7 @@ class Dispatcher:
             # The core's turn and batch, which date a token, are the ones that made the token.
             self.accounts.stepped,
             # The core decides while its requests' records exist, and before the listener learns.
-            lambda number, message: self.shell.handle(*stepped(number, message)),
+            self._advance_core,
             # An ended request is removed as whole, and is no suspect that could be cleared.
             self._remove_ended,
             # Trials of suspects begin before background requests take the time.
@@ -430,6 +430,9 @@ class Dispatcher:
         for frontend, firsts in self.accounts.first_tokens(number, message).items():
             self.replies.send(frontend, m.FirstTokens(firsts))
         self.replies.outputs(message)
+
+    def _advance_core(self, number: int, message: m.StepOutputs) -> None:
+        self.shell.handle(*stepped(number, message))
 
     def _remove_ended(self, number: int, message: m.StepOutputs) -> None:
         for item in message.progress:

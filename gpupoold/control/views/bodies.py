@@ -330,9 +330,16 @@ def span_info(at: float, length_s: float, counts: Counts) -> SpanInfo:
 
 
 def _values(at: float, length_s: float, counts: Counts) -> dict[str, Any]:
-    durations = ("attainment", "lateness", "first_token", "between_tokens")
-    values = {name: getattr(counts, name) for name in durations}
-    return {"at": at, "span_s": length_s, **values, **counts.counts(), **vars(counts.percentiles())}
+    return {
+        "at": at,
+        "span_s": length_s,
+        "attainment": counts.attainment,
+        "lateness": counts.lateness,
+        "first_token": counts.first_token,
+        "between_tokens": counts.between_tokens,
+        **counts.counts(),
+        **vars(counts.percentiles()),
+    }
 
 
 class Spans:

@@ -227,7 +227,10 @@ class WorkerProcess(Supervised[m.FromWorker]):
                 is_held = loading is not None and loading.holds_turns
                 has_work = not is_held and any(held.num_live for held in on_turn)
                 watch.stepped(now_s, activity.num_steps, has_work=has_work)
-                watch.loads(*("", 0.0) if loading is None else (loading.model, loading.began_s))
+                if loading is None:
+                    watch.loads("", 0.0)
+                else:
+                    watch.loads(loading.model, loading.began_s)
             case _:
                 self._handlers.on_message(worker, message)
 

@@ -274,24 +274,30 @@ class LeaderRegions:
         return RegionPlace(number, address - start) if address - start < num_bytes else None
 
 
+class _Region(NamedTuple):
+    address: int
+    close: Callable[[], None]
+
+
 class FollowerRegions:
     """A follower's addresses of the regions, with functions that free each."""
 
     def __init__(self) -> None:
-        self._regions: dict[int, tuple[int, Callable[[], None]]] = {}
+        self._regions: dict[int, _Region] = {}
 
     def add(self, number: int, address: int, close: Callable[[], None]) -> None:
         """Register a region; ``close`` frees the follower's range or buffer."""
-        self._regions[number] = address, close
+        self._regions[number] = _Region(address, close)
 
     def address(self, place: RegionPlace) -> int:
         """Return the follower's address of a place."""
-        return self._regions[place.region][0] + place.offset
+        return self._regions[place.region].address + place.offset
 
     def close_region(self, number: int) -> None:
         """Free a region, unless another thread has done so or the region is unknown."""
-        _, close = self._regions.pop(number, (0, lambda: None))
-        close()
+        region = self._regions.pop(number, None)
+        if region is not None:
+            region.close()
 
 
 class RankFence(NamedTuple):

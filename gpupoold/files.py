@@ -55,7 +55,10 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def require_regular(path: Path, mode: int) -> None:
-    """Check the mode of a file."""
+    """Check the mode of a file.
+
+    Raises UnfitFile: the mode is that of another kind than a regular file.
+    """
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
         raise UnfitFile(errno.EINVAL, f"is {kind}, not a regular file", str(path))
@@ -81,7 +84,10 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on disk."""
+    """Wait until a file's content, or a folder's entries, are on disk.
+
+    Raises OSError: writing failed, or ``path`` does not exist.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -90,7 +96,10 @@ def sync(path: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only the owner may read, with :func:`replace_durably`."""
+    """Write a file that only the owner may read, with :func:`replace_durably`.
+
+    Raises OSError: writing failed.
+    """
     draft = path.with_suffix(".new")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

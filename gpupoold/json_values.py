@@ -37,7 +37,10 @@ def check_json_value(name: str, value: Any) -> None:
 
 
 def check_json_text(name: str, text: str) -> None:
-    """Check a text, and the values in it if it is JSON."""
+    """Check a text, and the values in it if it is JSON.
+
+    Raises Refused: as :func:`check_json_value`.
+    """
     check_json_value(name, text)
     try:
         value = json.loads(text)

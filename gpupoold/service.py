@@ -79,7 +79,10 @@ def _drop_unlisted_variables(settings: Settings) -> None:
 
 
 async def serve(configuration: Configuration, environment: systemd.Environment) -> None:
-    """Start all parts of the daemon in order, serve, and stop the parts in reverse order."""
+    """Start all parts of the daemon in order, serve, and stop the parts in reverse order.
+
+    Raises GpupoolError: the state folder, a socket or the database cannot be used.
+    """
     settings = configuration.settings
     notifier = systemd.Notifier(environment.notify_address)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()

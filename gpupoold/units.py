@@ -153,7 +153,10 @@ def _gap_s(text: str) -> float:
 
 
 def checked_pace(text: str) -> str:
-    """Return the text of a pace in lower case, without spaces around; empty stays empty."""
+    """Return the text of a pace in lower case, without spaces around; empty stays empty.
+
+    Raises ValueError: see :func:`gap_s_of`.
+    """
     if text:
         gap_s_of(text)
     return text.strip().lower()

@@ -117,7 +117,7 @@ def add_model(
 
 
 def _add_to_fleet(ctx: typer.Context, request: AddModelRequest, least_replicas: int) -> None:
-    """Let the fleet place a model."""
+    """Let the fleet place a model. Raises UsageError: an option is for one daemon alone."""
     from gpupoold.fleet import operations
     from gpupoold.fleet.cluster import FleetSpec
 
@@ -223,7 +223,12 @@ def add_preset(
 
 
 def read_defaults(given: Iterable[str]) -> dict[str, Any]:
-    """Return the defaults by the names of fields."""
+    """Return the defaults by the names of fields.
+
+    Raises:
+        UsageError: a default has no value or is repeated.
+        Refused: a value is no JSON, for example an infinite number.
+    """
     defaults: dict[str, Any] = {}
     for name, text in options.read_pairs(given, "--set", "temperature=0"):
         check_json_text(name, text)

@@ -30,7 +30,10 @@ EngineOption = Annotated[
 
 
 def duration_s(text: str) -> float:
-    """Seconds in an option's value; more than zero."""
+    """Seconds in an option's value; more than zero.
+
+    Raises typer.BadParameter: it is no duration; Typer adds the option's name.
+    """
     try:
         seconds = parse_duration_s(text)
     except ValueError as error:
@@ -50,14 +53,14 @@ def read_pairs(given: Iterable[str], option: str, example: str) -> Iterator[tupl
 
 
 def set_once(values: dict[str, Any], name: str, value: Any, option: str) -> None:
-    """Add a value given to ``option``."""
+    """Add a value given to ``option``. Raises UsageError: ``values`` has the name already."""
     if name in values:
         raise UsageError(f"{option} {name} is given twice", "give one value")
     values[name] = value
 
 
 def model_name(text: str) -> str:
-    """Check a model's name as typed."""
+    """Check a model's name as typed. Raises typer.BadParameter: the name is empty."""
     if not text.strip():
         raise typer.BadParameter("a model's name cannot be empty")
     return text
@@ -136,7 +139,10 @@ def open_client(ctx: typer.Context) -> AdminClient:
 
 
 def socket_path_of(ctx: typer.Context) -> Path:
-    """Return the chosen admin socket."""
+    """Return the chosen admin socket.
+
+    Raises Refused: no socket is named, and the default folder cannot be trusted.
+    """
     chosen: Path | None = ctx.find_root().params.get("socket_path")
     return chosen or trusted_socket_path()
 
@@ -156,7 +162,10 @@ def global_options(
 
 
 def read_options(given: Iterable[str]) -> dict[str, str]:
-    """Return the options by name, with values from files read."""
+    """Return the options by name, with values from files read.
+
+    Raises UsageError: an option has no value, is repeated, or names an unreadable file.
+    """
     options: dict[str, str] = {}
     for name, value in read_pairs(given, "--engine", "seed=1"):
         first, dot, keys = name.strip().removeprefix("--").partition(".")

@@ -194,7 +194,10 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def numbers(option: str, text: str, kind: type[N], example: str) -> tuple[N, ...]:
-    """Return the numbers in ``text``, the value of ``option``; ``example`` shows the form."""
+    """Return the numbers in ``text``, the value of ``option``; ``example`` shows the form.
+
+    Raises UsageError: the message names the option.
+    """
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:

@@ -212,7 +212,7 @@ class ChatServer:
     certificate: str | None = None
 
     def client(self, timeout: httpx.Timeout) -> httpx.Client:
-        """Return an HTTP client for the server."""
+        """Return an HTTP client for the server. Raises Failed: the certificate cannot be read."""
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         return httpx.Client(
             timeout=timeout,

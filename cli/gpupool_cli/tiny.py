@@ -68,7 +68,10 @@ def _print(made: list[TinyModel], *, as_json: bool) -> None:
 
 
 def run_maker(arguments: list[str], maker: str = _TINY_MAKER) -> list[TinyModel]:
-    """Make checkpoints in a child process, by the module ``maker``."""
+    """Make checkpoints in a child process, by the module ``maker``.
+
+    Raises GpupoolError: the child's error, or ``Failed`` with its last words.
+    """
     command = [sys.executable, "-m", maker, "--json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

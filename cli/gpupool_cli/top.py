@@ -84,7 +84,12 @@ def _serve(
     use_ascii: bool,
     read_only: bool,
 ) -> None:
-    """Serve the application to a browser."""
+    """Serve the application to a browser.
+
+    Raises:
+        UsageError: textual-serve is not installed.
+        Refused: the port is taken.
+    """
     try:
         from gpupool_tui.web import serve
     except ImportError as error:

@@ -25,7 +25,10 @@ class Tls:
         self._stamp: _Stamp | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for new connections, always the same object."""
+        """Return the context for new connections, always the same object.
+
+        Raises OSError: the files cannot be used; :func:`check_files` gives the reason.
+        """
         if self._context is None:
             self._stamp = self._look()
             self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

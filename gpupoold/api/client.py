@@ -268,7 +268,10 @@ def _parsed(kind: Any, content: bytes, request: httpx.Request) -> Any:
 
 
 def _checked(lines: Iterator[Progress], body: Any) -> Iterator[Progress]:
-    """Yield the progress of an addition up to its result."""
+    """Yield the progress of an addition up to its result.
+
+    Raises GpupoolError: while iterating, when the daemon reports a failure.
+    """
     finished = False
     for progress in lines:
         if progress.error is not None:

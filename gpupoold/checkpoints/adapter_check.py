@@ -63,7 +63,11 @@ class AdapterFacts:
 
 
 def check_adapter_config(path: Path) -> dict[str, Any]:
-    """Return the adapter's configuration after checking it."""
+    """Return the adapter's configuration after checking it.
+
+    Raises Refused: the file is missing, too large or unreadable, or the adapter is of a kind that
+    the engine does not compute.
+    """
     file = path / layout.ADAPTER_CONFIG_FILE
     if not os.path.exists(file):
         hint = f"give the folder that holds {layout.ADAPTER_CONFIG_FILE}"
@@ -116,7 +120,10 @@ def _check_patterns(file: Path, config: dict[str, Any]) -> None:
 
 
 def largest_rank(file: Path, config: dict[str, Any]) -> int:
-    """Return the largest rank in an adapter's configuration."""
+    """Return the largest rank in an adapter's configuration.
+
+    Raises Refused: a rank is missing, no positive integer, or too large for the engine.
+    """
     patterns = config.get("rank_pattern") or {}
     ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
     for rank in ranks:

@@ -166,7 +166,11 @@ def check_checkpoint(
 
 
 def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
-    """Return the checkpoint's ``config.json`` after checking it."""
+    """Return the checkpoint's ``config.json`` after checking it.
+
+    Raises Refused: the file is missing or unreadable, names no architecture, or requires its own
+    code.
+    """
     file = path / layout.CONFIG_FILE
     if not os.path.exists(file):
         check_format(f"{path}:", list_folder(path))
@@ -194,7 +198,10 @@ def check_config(path: Path, *, allow_remote_code: bool) -> dict[str, Any]:
 
 
 def require_image_processor(path: Path, config: dict[str, Any], names: Sequence[str]) -> None:
-    """Check that a vision model's files include the description of its image processor."""
+    """Check that a vision model's files include the description of its image processor.
+
+    Raises Refused: the file is missing.
+    """
     if isinstance(config.get("vision_config"), dict) and not layout.has_image_processor(names):
         raise Refused(
             f"{path}: config.json describes a vision model, but there is neither "
@@ -204,7 +211,7 @@ def require_image_processor(path: Path, config: dict[str, Any], names: Sequence[
 
 
 def list_folder(path: Path) -> list[str]:
-    """Return the names in a folder, sorted."""
+    """Return the names in a folder, sorted. Raises Refused: the path is no readable folder."""
     try:
         return sorted(os.listdir(path))
     except NotADirectoryError as error:
@@ -437,7 +444,10 @@ def _is_module(value: object) -> bool:
 
 
 def check_numbers(file: Path, value: Any) -> None:
-    """Check every number of a JSON value."""
+    """Check every number of a JSON value.
+
+    Raises Refused: a number is not finite, or out of range; the message names the key.
+    """
     for keys, number in numbers(value):
         if problem := _problem(keys, number):
             raise Refused(f"{file}: {dotted(keys)} is {_shown(number)}, {problem}", _USE_ORIGINAL)

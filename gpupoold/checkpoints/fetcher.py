@@ -95,7 +95,13 @@ class Fetcher:
         return 0 if self.is_done(file) else max(0, file.num_bytes - self.part_bytes(file))
 
     def fetch_all(self, files: Sequence[HubFile]) -> None:
-        """Fetch files in parallel."""
+        """Fetch files in parallel.
+
+        Raises:
+            Failed: the hub's reason, or a file arrived damaged twice.
+            OSError: a file cannot be written.
+            Stopped: the download was cancelled.
+        """
         self._stop.ends(self._xet)
         weights = [file for file in files if layout.is_weight_file(file.path)]
         self._sources.measure(self._hub, self._commit, weights)

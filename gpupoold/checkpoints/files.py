@@ -252,7 +252,10 @@ def _truncated(path: Path, actual: int, expected: int, what: str) -> Refused:
 
 
 def config_of_steps(folder: Path) -> str:
-    """Return ``config.json`` without names and token ids, equal for fine-tunes of one model."""
+    """Return ``config.json`` without names and token ids, equal for fine-tunes of one model.
+
+    Raises Refused: as ``read_json``.
+    """
     config = read_json(folder / layout.CONFIG_FILE)
     kept = {k: v for k, v in config.items() if k not in _NOT_OF_STEPS and v is not None}
     return json.dumps([kept, (folder / layout.MODULES_FILE).exists()], sort_keys=True)
@@ -287,7 +290,10 @@ def read_json_value(file: Path, max_values: int = MAX_VALUES) -> Any:
 
 
 def read(file: Path) -> bytes:
-    """Return the content of a file, which must be regular and not too large for its kind."""
+    """Return the content of a file, which must be regular and not too large for its kind.
+
+    Raises Refused: the file cannot be read or exceeds the limit.
+    """
     try:
         return read_bounded(file, max_bytes(file.name) or MAX_TEMPLATE_BYTES)
     except OSError as error:
@@ -335,7 +341,12 @@ def check_files(folder: Path) -> None:
 
 
 def fingerprint(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Return place, size, time of change and number of every file that is read."""
+    """Return place, size, time of change and number of every file that is read.
+
+    Raises:
+        Refused: the folder cannot be read.
+        OSError: a file cannot be examined.
+    """
     return tuple(
         (str(file), found.st_size, found.st_mtime_ns, found.st_ino)
         for file in sorted(_files(folder))

@@ -227,7 +227,10 @@ class Wanted:
     allow_remote_code: bool = False
 
     def choose(self, repo_id: str, listed: Sequence[str]) -> tuple[str, ...]:
-        """Return the files of a repository that serving needs; ``listed`` are all its files."""
+        """Return the files of a repository that serving needs; ``listed`` are all its files.
+
+        Raises Refused: the repository has something else, or no permitted weights.
+        """
         if self.content == "adapter":
             if ADAPTER_CONFIG_FILE not in listed:
                 raise Refused(

@@ -28,7 +28,10 @@ _COMMON_CONFIG = {
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes ``target`` at the end, and is removed after a failure."""
+    """Yield an empty folder that becomes ``target`` at the end, and is removed after a failure.
+
+    Raises UsageError: the folder cannot be created.
+    """
     scratch = target.parent / f".{target.name}.{os.getpid()}"
     try:
         scratch.mkdir(parents=True)

@@ -54,14 +54,20 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest in ``folder`` atomically, even across a power failure."""
+    """Replace the manifest in ``folder`` atomically, even across a power failure.
+
+    Raises OSError: the folder cannot be written to.
+    """
     draft = folder / f"{MANIFEST_FILE}.new"
     draft.write_text(json.dumps(asdict(manifest), indent=1), encoding="utf-8")
     replace_durably(draft, folder / MANIFEST_FILE)
 
 
 def require_complete(folder: Path) -> None:
-    """Check that ``folder`` has no unfinished download."""
+    """Check that ``folder`` has no unfinished download.
+
+    Raises Refused: the download is unfinished; the hint has the repository.
+    """
     manifest = read_manifest(folder)
     if manifest is not None and not manifest.complete:
         raise Refused(

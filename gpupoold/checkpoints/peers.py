@@ -64,7 +64,10 @@ class PeerHub(Hub):
     secret: str = field(default="", repr=False)
 
     def list_files(self, revision: str | None) -> tuple[str, tuple[HubFile, ...]]:
-        """Return commit and files of the peer's download of a revision."""
+        """Return commit and files of the peer's download of a revision.
+
+        Raises Failed: the peer has no finished download, cannot be reached, or lacks the secret.
+        """
         path = f"{PATH}{self.repo_id}"
         query = f"?{urlencode({'revision': revision})}" if revision else ""
         try:
@@ -91,7 +94,10 @@ class PeerHub(Hub):
     def open_file(
         self, commit: str, path: str, offset: int, num_bytes: int | None = None
     ) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """Open a file of the peer, as :meth:`Hub.open_file`."""
+        """Open a file of the peer, as :meth:`Hub.open_file`.
+
+        Raises Interrupted: the peer does not have the file, or the connection broke.
+        """
         last = offset + num_bytes - 1 if num_bytes else ""
         headers = {"range": f"bytes={offset}-{last}"} if offset or num_bytes else {}
         try:

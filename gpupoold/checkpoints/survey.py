@@ -76,7 +76,12 @@ def survey_checkpoint(
     allow_remote_code: bool,
     may_be_remote: bool,
 ) -> CheckpointSurvey:
-    """Check every file of a checkpoint that is read later; see :func:`check_checkpoint`."""
+    """Check every file of a checkpoint that is read later; see :func:`check_checkpoint`.
+
+    Raises:
+        Refused: a file or its content; the message names the file.
+        UsageError: the engine does not offer ``dtype``.
+    """
     list_folder(path)  # with a better error
     check_files(path)
     remote = remote_weights(path) if may_be_remote else None
@@ -134,7 +139,10 @@ def estimate_weight_bytes(
 
 
 def model_dtype_bits(dtype: str) -> int:
-    """Return the bits of a number in a model's ``dtype``."""
+    """Return the bits of a number in a model's ``dtype``.
+
+    Raises UsageError: the engine does not offer ``dtype``.
+    """
     if dtype != "auto" and dtype not in MODEL_DTYPE_BITS:
         raise UsageError(
             f"unknown dtype {dtype!r}", f"use auto, {', '.join(sorted(MODEL_DTYPE_BITS))}"

@@ -75,7 +75,10 @@ class Xet:
     def open_file(
         self, file: HubFile, place: XetFileData, offset: int
     ) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """Open a file from ``offset`` on, as :meth:`Hub.open_file`."""
+        """Open a file from ``offset`` on, as :meth:`Hub.open_file`.
+
+        Raises Interrupted: try again; the next try may use plain HTTP.
+        """
         try:
             stream = self._stream(file, place, offset)
         except Exception as error:  # of the storage, the hub or the network: HTTP is the other way

@@ -163,7 +163,10 @@ class _HostMemory:
     """
 
     def __init__(self, wishes: Wishes, machine: Machine, in_flight: int) -> None:
-        """Check that the wishes and the fixed uses fit together."""
+        """Check that the wishes and the fixed uses fit together.
+
+        Raises SettingError: the uses exceed the memory.
+        """
         self._wishes = wishes
         self._machine = machine
         self._engines = [
@@ -198,7 +201,10 @@ class _HostMemory:
         return _rounded(num_bytes), why
 
     def model_cache(self, kv_host: int) -> tuple[int, str]:
-        """Return the model cache beside a KV host cache of each GPU, and the arithmetic."""
+        """Return the model cache beside a KV host cache of each GPU, and the arithmetic.
+
+        Raises SettingError: too little is left.
+        """
         if self._wishes.model_cache_bytes is not None:
             return self._wishes.model_cache_bytes, ""
         if not self._engines:
@@ -319,7 +325,10 @@ def _reserve(devices: Iterable[MachineDevice]) -> tuple[int | None, str]:
 
 
 def _check_reserve(devices: Iterable[MachineDevice], reserve: int | None) -> None:
-    """Check that devices of a known size keep memory."""
+    """Check that devices of a known size keep memory.
+
+    Raises SettingError: the reserve takes all memory of a device.
+    """
     for device in devices:
         has_default = reserve is None and device.kind == "cuda"
         kept_bytes = CUDA_RESERVE_BYTES if has_default else reserve or 0

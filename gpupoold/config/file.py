@@ -53,7 +53,10 @@ class ConfigFile:
 
 
 def read_config_file(path: Path | None = None) -> ConfigFile:
-    """Read the file at ``path``, else the file of :func:`chosen_path`, else the defaults."""
+    """Read the file at ``path``, else the file of :func:`chosen_path`, else the defaults.
+
+    Raises ConfigError: the file cannot be read, is not TOML, or has a wrong value.
+    """
     path = path or chosen_path()
     if path is None:
         return parsed_file("", None)
@@ -210,7 +213,10 @@ def missing_gpus(file: ConfigFile) -> tuple[str, str]:
 
 
 def loads(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text."""
+    """Return the tables of a TOML text.
+
+    Raises tomllib.TOMLDecodeError: the text is not TOML, or nested too deep.
+    """
     try:
         tables = tomllib.loads(text)
     except RecursionError:

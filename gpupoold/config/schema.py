@@ -213,7 +213,10 @@ def chosen_path() -> Path | None:
 
 
 def parse_settings(raw: Mapping[str, Any], origin: str) -> Settings:
-    """Check parsed TOML and fill in defaults; errors name ``origin``."""
+    """Check parsed TOML and fill in defaults; errors name ``origin``.
+
+    Raises ConfigError: the message has the first wrong key and the number of further errors.
+    """
     settings, problems = examine(raw)
     if settings is None:
         first, *others = problems
@@ -246,7 +249,10 @@ def examine(raw: Mapping[str, Any]) -> tuple[Settings | None, list[Problem]]:
 
 
 def with_device_tables(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of parsed TOML with ``device`` tables for ``devices``."""
+    """Return a copy of parsed TOML with ``device`` tables for ``devices``.
+
+    Raises ValueError: ``devices`` is malformed, or the file has both forms.
+    """
     data = dict(raw)
     if "devices" in data:
         data["device"] = named_devices(data.pop("devices"), "device" in data)
@@ -321,7 +327,10 @@ def _default_runtime_dir(is_root: bool) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Read a configuration file; ``/dev/null`` is an empty file."""
+    """Read a configuration file; ``/dev/null`` is an empty file.
+
+    Raises ConfigError: the file is missing, no regular file, too large, or cannot be read.
+    """
     if path == Path(os.devnull):
         return ""
     try:

@@ -70,14 +70,20 @@ def _duration(value: object) -> object:
 
 
 def check_host(host: str) -> str:
-    """Return ``host``, which a socket may listen at."""
+    """Return ``host``, which a socket may listen at.
+
+    Raises ValueError: an address of version 6 has brackets, as in a URL.
+    """
     if host.startswith("["):
         raise ValueError(f'{host!r}: write the address without brackets, such as "::1"')
     return host
 
 
 def check_socket_folder(folder: Path) -> Path:
-    """Return the folder, in which the admin socket can be made."""
+    """Return the folder, in which the admin socket can be made.
+
+    Raises ValueError: the path of the socket is longer than the kernel allows.
+    """
     path = folder / SOCKET_FILE_NAME
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_SOCKET_PATH_BYTES:
@@ -128,7 +134,7 @@ def _origins(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """Convert a TOML list to a tuple."""
+    """Convert a TOML list to a tuple. Raises ValueError: ``value`` is not a list."""
     if isinstance(value, list | tuple):
         return tuple(value)
     raise ValueError("write a list")

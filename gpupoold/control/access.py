@@ -129,14 +129,22 @@ class Keyring:
         return await self._store.list(with_revoked=with_revoked)
 
     async def add(self, name: str, powers: KeyPowers) -> tuple[KeyRow, str]:
-        """Create a key; return the row and the text, which is not stored."""
+        """Create a key; return the row and the text, which is not stored.
+
+        Raises:
+            UsageError, Refused: the name is invalid or taken.
+            NoSuchModel: the key names an unknown model.
+        """
         key = make_key()
         row = await self._store.add(key.id, name, key.digest, await self._resolved(powers))
         self._note_change(row, "key_added")
         return row, key.text
 
     async def adopt(self, key_id: str, name: str, digest: str, powers: KeyPowers) -> KeyRow:
-        """Add a key of the fleet, whose models need not be known here."""
+        """Add a key of the fleet, whose models need not be known here.
+
+        Raises UsageError, Refused: the name is invalid or taken.
+        """
         row = await self._store.add(key_id, name, digest, powers)
         self._note_change(row, "key_added")
         return row
@@ -372,7 +380,10 @@ class FleetMembership:
         self.secret = read_secret(folder)
 
     async def set(self, secret: str) -> None:
-        """Take a secret over, or leave the fleet if it is empty."""
+        """Take a secret over, or leave the fleet if it is empty.
+
+        Raises Failed: the secret cannot be stored; nothing has changed.
+        """
         await asyncio.to_thread(write_secret, self._folder, secret)
         is_new, self.secret = secret != self.secret, secret
         if is_new:

@@ -242,7 +242,12 @@ class ControlPlane(ControlParts):
     async def operate(
         self, number: int, operation: str, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Run an operation of the module in ``GPUPOOL_OPERATIONS`` on a worker."""
+        """Run an operation of the module in ``GPUPOOL_OPERATIONS`` on a worker.
+
+        Raises:
+            UsageError: there is no such worker or operation.
+            Refused: the daemon's environment names no module.
+        """
         worker = self.workers.worker(number)
         if not os.environ.get("GPUPOOL_OPERATIONS"):
             raise Refused(

@@ -59,7 +59,12 @@ class Reloader:
         self._task: asyncio.Task[None] | None = None
 
     async def reload(self) -> ReloadInfo:
-        """Read the file and apply the changes; after any error nothing has changed."""
+        """Read the file and apply the changes; after any error nothing has changed.
+
+        Raises:
+            ConfigError: the file has an error; nothing has changed.
+            Refused: a change is impossible now; nothing has changed.
+        """
         async with self._reloading:
             try:
                 file = await self._configuration.read()
@@ -147,7 +152,10 @@ class Configuration:
         named: Path | None = None,
         machine: Callable[[Settings], Machine] = find_machine,
     ) -> None:
-        """``named`` is the path on the command line, None for :func:`config.schema.chosen_path`."""
+        """``named`` is the path on the command line, None for :func:`config.schema.chosen_path`.
+
+        Raises SettingError: the machine has too little memory for the file's budgets.
+        """
         self._named = named
         self._machine = machine
         self._written = file.written
@@ -177,7 +185,10 @@ class Configuration:
         return await asyncio.to_thread(read_config_file, self._named)
 
     async def update_of(self, file: ConfigFile) -> Update:
-        """Return the effect of a file on the running daemon."""
+        """Return the effect of a file on the running daemon.
+
+        Raises SettingError: the machine has too little memory for the file's budgets.
+        """
         now = await asyncio.to_thread(self._machine, self.settings)
         then = await asyncio.to_thread(self._machine, file.settings)
         return update_of(self.settings, file.settings, now, then)
@@ -209,7 +220,12 @@ class WorkerOperations:
         self._dispatcher.set_role(self.worker(number).number, role)
 
     async def drain(self, number: int) -> None:
-        """Return when a worker has no requests left; after TimedOut the drain continues."""
+        """Return when a worker has no requests left; after TimedOut the drain continues.
+
+        Raises:
+            UsageError: there is no such worker.
+            TimedOut: requests were left after ``limits.drain_timeout``; the drain continues.
+        """
         self._dispatcher.set_draining(self.worker(number).number, is_draining=True)
         limit_s = self._settings.limits.drain_timeout_s
         deadline_s = time.monotonic() + limit_s

@@ -264,7 +264,10 @@ def max_rank(options: Mapping[str, str]) -> int:
 
 
 def check_num_adapters(model: str, options: Mapping[str, str], num_adapters: int) -> None:
-    """Check that a model may have ``num_adapters``."""
+    """Check that a model may have ``num_adapters``.
+
+    Raises Refused: there are too many for the engine.
+    """
     limit = _number(with_adapter_support(options), _IN_TOTAL, DEFAULT_MAX_CPU_LORAS)
     if num_adapters > limit:
         raise Refused(

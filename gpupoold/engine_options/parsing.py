@@ -42,7 +42,10 @@ def default_arguments() -> Namespace:
 
 
 def parse_options(options: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of engine options by the names of vLLM's arguments."""
+    """Return the values of engine options by the names of vLLM's arguments.
+
+    Raises UsageError: vLLM has no such option, or does not accept a value.
+    """
     words = [word for name, value in options.items() for word in _words(name, value)]
     parsed = vars(_parse(words))
     return {name: parsed[name] for name in {option.partition(".")[0] for option in options}}

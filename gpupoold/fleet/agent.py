@@ -79,7 +79,10 @@ class Agent:
         self._rate_growth = RateGrowth()
 
     async def join(self, secret: str) -> FleetReport:
-        """Give the daemon the fleet's secret; an empty secret ends the membership."""
+        """Give the daemon the fleet's secret; an empty secret ends the membership.
+
+        Raises GpupoolError: the daemon does not answer, or refuses.
+        """
         return await asyncio.to_thread(self._join, secret)
 
     async def report(self, moment: Moment, uses_elsewhere: dict[str, RateUse]) -> AgentReport:

@@ -72,7 +72,12 @@ def agent_name(node: str) -> str:
 
 
 def read_membership(folder: Path) -> NodeMembership:
-    """Return the membership of this node."""
+    """Return the membership of this node.
+
+    Raises:
+        Refused: the node is in no fleet.
+        Failed: the file cannot be read.
+    """
     path = folder / NODE_FILE
     try:
         return NodeMembership.model_validate_json(path.read_bytes())
@@ -84,7 +89,10 @@ def read_membership(folder: Path) -> NodeMembership:
 
 
 def write_membership(folder: Path, membership: NodeMembership | None) -> None:
-    """Store the membership of this node; None removes the file."""
+    """Store the membership of this node; None removes the file.
+
+    Raises Failed: the file cannot be written.
+    """
     path = folder / NODE_FILE
     try:
         if membership is None:

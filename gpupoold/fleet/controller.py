@@ -116,7 +116,10 @@ class Controller:
         self._save()
 
     def leave(self, name: str) -> None:
-        """Forget a node; the node's models are placed on other nodes."""
+        """Forget a node; the node's models are placed on other nodes.
+
+        Raises UsageError: the fleet has no such node.
+        """
         self._check_node(name)
         del self._stored.nodes[name]
         self._nodes.pop(name, None)
@@ -124,7 +127,10 @@ class Controller:
         self._save()
 
     def drain(self, name: str, *, is_draining: bool) -> None:
-        """Drain a node, so that models and requests go to other nodes; or end the drain."""
+        """Drain a node, so that models and requests go to other nodes; or end the drain.
+
+        Raises UsageError: the fleet has no such node.
+        """
         self._check_node(name)
         self._stored.nodes[name].is_draining = is_draining
         self._save()
@@ -151,7 +157,10 @@ class Controller:
         self._save()
 
     async def remove_model(self, name: str) -> None:
-        """Remove a model from the fleet and from all nodes."""
+        """Remove a model from the fleet and from all nodes.
+
+        Raises NoSuchModel: the fleet does not place such a model.
+        """
         if name not in self._stored.models:
             raise NoSuchModel(f"the fleet has no model {name}")
         del self._stored.models[name]
@@ -172,7 +181,10 @@ class Controller:
         self._save()
 
     def remove_key(self, name: str) -> None:
-        """Remove an API key from all nodes, also from nodes that come back later."""
+        """Remove an API key from all nodes, also from nodes that come back later.
+
+        Raises NoSuchKey: the fleet has no such key.
+        """
         key = self._stored.keys.pop(name, None)
         if key is None:
             raise NoSuchKey(f"the fleet has no key {name}")
@@ -340,7 +352,10 @@ class Stored(BaseModel):
 
 
 def load(folder: Path) -> Stored:
-    """Return the stored fleet, an empty fleet without a file."""
+    """Return the stored fleet, an empty fleet without a file.
+
+    Raises Failed: the file cannot be read.
+    """
     path = folder / FILE
     try:
         return Stored.model_validate_json(path.read_bytes())
@@ -351,7 +366,10 @@ def load(folder: Path) -> Stored:
 
 
 def save(folder: Path, stored: Stored) -> None:
-    """Replace the file atomically; only the owner may read the file."""
+    """Replace the file atomically; only the owner may read the file.
+
+    Raises Failed: the file cannot be written.
+    """
     path = folder / FILE
     try:
         write_private(path, stored.model_dump_json(indent=1))

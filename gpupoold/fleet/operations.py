@@ -102,7 +102,10 @@ def resume(socket_path: Path) -> NodeMembership:
 
 
 def leave(socket_path: Path) -> NodeMembership:
-    """Take this node out of the fleet; the daemon keeps all models."""
+    """Take this node out of the fleet; the daemon keeps all models.
+
+    Raises Refused: the node is in no fleet.
+    """
     folder, secret = _daemons(socket_path)
     membership = cluster.read_membership(folder)
     with contextlib.suppress(Failed), cluster.connected(secret, membership) as ray:
@@ -121,7 +124,7 @@ def leave(socket_path: Path) -> NodeMembership:
 
 
 def secret_of(socket_path: Path) -> str:
-    """Return the secret of this node's fleet."""
+    """Return the secret of this node's fleet. Raises Refused: the node is in no fleet."""
     _, found = _daemons(socket_path)
     if not found:
         raise Refused("this node is in no fleet", "start one with `gpupool fleet up`")
@@ -136,7 +139,10 @@ def watching(socket_path: Path) -> Iterator[Callable[[], FleetState]]:
 
 
 def state(socket_path: Path) -> FleetState:
-    """Return the fleet's state."""
+    """Return the fleet's state.
+
+    Raises Refused, Failed: this node is in no fleet, or the fleet does not answer.
+    """
     with watching(socket_path) as state_now:
         return state_now()
 

@@ -172,7 +172,7 @@ class JsonScan:
         self._rest = b""
 
     def feed(self, piece: bytes) -> None:
-        """Count the next piece of the text."""
+        """Count the next piece of the text. Raises TooMuchJson: the text so far exceeds a bound."""
         outside = self._outside_strings(piece).translate(None, _NOT_STRUCTURE)
         num_commas = outside.count(b",")
         num_opened = outside.count(b"[") + outside.count(b"{")

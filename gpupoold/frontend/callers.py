@@ -144,7 +144,11 @@ class Callers:
         raise self._unauthorised(_WRONG_KEY if sent else _NO_KEY)
 
     async def begin(self, caller: Caller) -> None:
-        """Count a request about to be served."""
+        """Count a request about to be served.
+
+        Raises ApiError: 429: too many requests or tokens in too short a time; 503: the rates are
+        unknown now.
+        """
         if caller.key is not None and caller.key.is_rate_limited:
             await self._rates.begin(caller.key)
 
@@ -379,7 +383,10 @@ class FleetCalls:
         self.downloads = ""
 
     def find(self, scope: Scope) -> FleetCall | None:
-        """Return the call of a signed request, None for other requests."""
+        """Return the call of a signed request, None for other requests.
+
+        Raises ApiError: 401, the signature is wrong.
+        """
         headers = {name: value for name, value in scope["headers"] if name in _NAMES}
         value = headers.get(HEADER.encode())
         if value is None:

@@ -64,7 +64,10 @@ def is_long_conversation(name: str, num_bytes: int, path: str) -> bool:
 
 
 def check_conversation(name: str, value: Any, path: str) -> None:
-    """Check the field called ``name`` of a request to ``path``."""
+    """Check the field called ``name`` of a request to ``path``.
+
+    Raises ApiError: 400; the field is an object, or a list with an element that is no message.
+    """
     if isinstance(value, dict):  # vLLM iterates over the keys
         raise bad_request(f"`{name}` must be a list, or text.", param=name)
     if not isinstance(value, list):
@@ -80,7 +83,10 @@ def check_conversation(name: str, value: Any, path: str) -> None:
 
 
 def check_messages(name: str, messages: list[Any]) -> None:
-    """Check a conversation of the chat API in the field ``name`` of another API."""
+    """Check a conversation of the chat API in the field ``name`` of another API.
+
+    Raises ApiError: 400; an element is no message.
+    """
     _check(name, messages, message_types()[_CHAT_PATHS[0]])
 
 

@@ -59,7 +59,11 @@ class RateCalls(DaemonCalls[RateAnswer]):
     """Asks whether a request with a key may begin."""
 
     async def begin(self, key: KeyRecord) -> None:
-        """Return when the daemon has counted a request with this key."""
+        """Return when the daemon has counted a request with this key.
+
+        Raises ApiError: 429: too many requests or tokens in too short a time; 503: the daemon does
+        not answer in time.
+        """
         late = "The daemon has not confirmed the limits of this API key in time."
         answer = await self.ask(lambda call_id: AskRate(call_id, key.id), late)
         if answer.wait_s:
@@ -76,7 +80,7 @@ class MetricsCalls(DaemonCalls[MetricsText]):
     _shared: asyncio.Task[MetricsText] | None = None
 
     async def text(self) -> bytes:
-        """Return the daemon's text."""
+        """Return the daemon's text. Raises ApiError: 503; the daemon does not answer in time."""
         if self._shared is None or self._shared.done():
             late = "The daemon has not sent its metrics in time."
             self._shared = asyncio.create_task(self.ask(AskMetrics, late))

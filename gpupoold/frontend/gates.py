@@ -96,7 +96,10 @@ class Gate:
             await self._flush()
 
     async def settle(self) -> None:
-        """Return when all output has been sent, after the API's end."""
+        """Return when all output has been sent, after the API's end.
+
+        Raises ApiError: the request was refused; no output has been sent.
+        """
         if self._opening is not None:
             await self._opening
         if self.refusal is not None:

@@ -130,7 +130,7 @@ class CheckQueue:
     _num_waiting: int = 0
 
     def put(self, caller: str, job: _Job) -> None:
-        """Add a check."""
+        """Add a check. Raises TooManyGrammars: too many wait already."""
         jobs = self._by_caller.setdefault(caller, deque())
         if self._num_waiting >= MAX_WAITING or len(jobs) >= MAX_WAITING_PER_CALLER:
             if not jobs:
@@ -175,7 +175,10 @@ class GrammarVetting:
     async def verdict(
         self, mount_id: int, model: ModelToLoad, loaded: LoadedModel, constraint: bytes, caller: str
     ) -> GrammarVerdict:
-        """Return the verdict on a grammar, after a check if new."""
+        """Return the verdict on a grammar, after a check if new.
+
+        Raises TooManyGrammars: too many checks are waiting.
+        """
         key = hashlib.sha256(b"%d %b" % (mount_id, constraint)).digest()
         known = self._known.get(key)
         if known is not None:
@@ -326,7 +329,7 @@ class GrammarFields(msgspec.Struct):
 
 
 def check_fields(fields: GrammarFields) -> None:
-    """Check a body's fields before any other reader."""
+    """Check a body's fields before any other reader. Raises OverBound: a field exceeds a bound."""
     for name in GrammarFields.__struct_fields__:
         raw: msgspec.Raw = getattr(fields, name)
         num_bytes = len(memoryview(raw))

@@ -204,7 +204,10 @@ class Catalog:
         } | self._models
 
     def find(self, name: str, scope: ModelScope = None) -> ServedModel:
-        """The model of this name or alias."""
+        """The model of this name or alias.
+
+        Raises ApiError: 404, with the nearest names; 503 before the daemon named any.
+        """
         self._require_known()
         model = self._by_any_name.get(name)
         if model is None or not _is_in(model, scope):
@@ -225,7 +228,10 @@ class Catalog:
         return model
 
     def list_rows(self, scope: ModelScope = None) -> list[dict[str, object]]:
-        """The rows of ``GET /v1/models``."""
+        """The rows of ``GET /v1/models``.
+
+        Raises ApiError: 503 before the daemon named any model.
+        """
         self._require_known()
         return [model_row(model) for model in self._in(scope)]
 

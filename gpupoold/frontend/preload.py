@@ -34,7 +34,7 @@ _ALWAYS = {
 
 
 def preload(log_level: str) -> None:
-    """Import vLLM's HTTP layer."""
+    """Import vLLM's HTTP layer. Raises Failed: vLLM is missing, or has another version."""
     check_engine_version()
     set_engine_environment(log_level)
     importlib.import_module("gpupoold.frontend.adapter")

@@ -96,7 +96,10 @@ class AllowListConnector(MediaConnector):  # type: ignore[misc, unused-ignore]
             )
 
     async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
-        """Return the image at a URL."""
+        """Return the image at a URL.
+
+        Raises VLLMValidationError: the image cannot be fetched or read, or exceeds a bound.
+        """
         try:
             data = await self._fetch(image_url)
             return await self._decode(data, image_mode)
@@ -165,7 +168,10 @@ def bound_media(renderer: Any) -> None:
 
 
 def count_features(prompt: Any, num_samples: int) -> None:
-    """Count a prompt's processed images as bytes in flight, once for each of the answers."""
+    """Count a prompt's processed images as bytes in flight, once for each of the answers.
+
+    Raises VLLMValidationError: too many bytes are in flight; the client gets 413 or 429.
+    """
     if items := prompt.get("mm_kwargs") if isinstance(prompt, dict) else None:
         charge(num_samples * MultiModalCache.get_item_size(items), "image_url")
 
@@ -218,7 +224,10 @@ class RenderLimit:
         self._thread: threading.Thread | None = None
 
     def run(self, render: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the function's result."""
+        """Return the function's result.
+
+        Raises VLLMValidationError: the function took longer than the limit.
+        """
         job = self._begin()
         try:
             try:

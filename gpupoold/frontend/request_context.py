@@ -184,7 +184,10 @@ class BytesInFlight:
                 del self._of_keys[key_id]
 
     def take(self, holding: BodyHolding, num_bytes: int) -> None:
-        """Add bytes to a request's share."""
+        """Add bytes to a request's share.
+
+        Raises ApiError: 413 if the share could never be granted, 429 if not now.
+        """
         key_id = holding.key_id
         bound = self.bound_of(key_id)
         if holding.num_bytes + num_bytes > bound:
@@ -283,7 +286,10 @@ def sample_number(engine_id: str) -> int:
 
 
 def check_client_id(value: object, where: str) -> None:
-    """Check an id that a client sent; ``where`` names the field or header."""
+    """Check an id that a client sent; ``where`` names the field or header.
+
+    Raises ApiError: 400; the id is too long, empty, or has other characters than printable ASCII.
+    """
     if not isinstance(value, str) or _CLIENT_ID.fullmatch(value) is None:
         raise bad_request(
             f"{where} must be a string of 1 to {MAX_CLIENT_ID_CHARS} printable ASCII "
@@ -293,7 +299,10 @@ def check_client_id(value: object, where: str) -> None:
 
 
 def with_id(scope: Scope, ids: RequestIds, *, body_has_id: bool) -> Scope:
-    """The same request with an id for the model's API: the client's, or else ours."""
+    """The same request with an id for the model's API: the client's, or else ours.
+
+    Raises ApiError: 400; the client's header ``X-Request-Id`` is not an id.
+    """
     sent = [value for name, value in scope["headers"] if name == _HEADER]
     for value in sent:
         check_client_id(value.decode("latin-1"), "The header `X-Request-Id`")
@@ -365,7 +374,10 @@ class RequestImages:
         self._beginning: asyncio.Task[bool] | None = None
 
     def add_pixels(self, size: tuple[int, int], max_pixels: int) -> None:
-        """Count an image of ``size``, from any thread."""
+        """Count an image of ``size``, from any thread.
+
+        Raises BadImage: the request's images have more than ``max_pixels`` in total.
+        """
         width, height = size
         with self._lock:
             self._num_pixels += width * height

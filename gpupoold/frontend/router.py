@@ -378,7 +378,10 @@ class CheckpointFiles:
         self._calls = calls
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request of a path below :data:`CHECKPOINTS_PATH`."""
+        """Answer a request of a path below :data:`CHECKPOINTS_PATH`.
+
+        Raises ApiError: 401 without the fleet's signature; 404 for anything but finished downloads.
+        """
         path, method = scope["path"], scope["method"]
         if method != "GET":
             raise errors.method_not_allowed(method, path, ("GET",))

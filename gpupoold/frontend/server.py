@@ -102,7 +102,10 @@ class FrontendServer:
         self._to_mount: asyncio.Queue[messages.ServeModel | messages.StopServing] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Serve until the daemon sends ``Shutdown`` or is gone."""
+        """Serve until the daemon sends ``Shutdown`` or is gone.
+
+        Raises OSError: the descriptors are invalid.
+        """
         # uvicorn warns of every request that is not HTTP, which would fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         server = self._http_server()

@@ -82,7 +82,10 @@ def refused(error: ApiError, parameter: str | None = None) -> VLLMValidationErro
 
 
 def charge(num_bytes: int, parameter: str | None = None) -> None:
-    """Add bytes to the bytes in flight of the request being served."""
+    """Add bytes to the bytes in flight of the request being served.
+
+    Raises VLLMValidationError: too many bytes are in flight; the client gets 413 or 429.
+    """
     if (holding := body_holding.get()) is not None:
         try:
             holding.add(num_bytes)
@@ -220,7 +223,10 @@ def count_entries(wanted: WantedEntries, max_tokens: int, *, is_stream: bool) ->
 
 
 def limit_logprobs(prompt: Any, params: SamplingParams, model_config: Any) -> None:
-    """Count the log-probabilities of a request; lower the limit of tokens that no client set."""
+    """Count the log-probabilities of a request; lower the limit of tokens that no client set.
+
+    Raises VLLMValidationError: the HTTP request asks for too many.
+    """
     if params.detokenize:  # or else a part of a beam search, which has been counted
         part = prompt.get("decoder_prompt", prompt) if isinstance(prompt, dict) else {}
         num_tokens = len(part.get("prompt_token_ids") or ())

@@ -112,7 +112,10 @@ class LogPipe:
     """
 
     def __init__(self, path: Path, file_bytes: int = FILE_BYTES) -> None:
-        """Open the file and start the thread."""
+        """Open the file and start the thread.
+
+        Raises OSError: the file cannot be written, or there are no descriptors or threads left.
+        """
         self._path = path
         self._is_failing = False
         self._finished: Future[None] = Future()

@@ -41,7 +41,7 @@ _OTHER_FIELD = "GPUPOOL_SUBJECT"
 
 
 def start_logging(settings: Settings) -> None:
-    """Set the root logger up, once per process."""
+    """Set the root logger up, once per process. Raises Failed: the log file cannot be written."""
     try:
         file = rotating_handler(settings.paths.log_dir / "gpupoold.log")
     except OSError as error:

@@ -28,7 +28,13 @@ class LinkBandwidth:
 
 
 def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) -> LinkBandwidth:
-    """Copy ``num_bytes`` each way, as far as pages allow; return the best of three tries."""
+    """Copy ``num_bytes`` each way, as far as pages allow; return the best of three tries.
+
+    Raises:
+        OutOfPages: no page is free.
+        OSError: the machine has too little memory.
+        CudaError: a call of the driver failed.
+    """
     num_pages = max(1, min(pool.num_free, num_bytes // device.page_bytes))
     with scratch_memory(device, pool, num_pages * device.page_bytes) as scratch:
         whole_in = Copy(scratch.address, scratch.host_address, scratch.num_bytes)
@@ -62,7 +68,12 @@ def measure_far_share(device: Device, pool: PagePool, near: LinkBandwidth) -> fl
 
 
 def measure_fill(device: Device, pool: PagePool) -> float:
-    """Return the bytes per second of mapping and filling pages, as in a switch; best of three."""
+    """Return the bytes per second of mapping and filling pages, as in a switch; best of three.
+
+    Raises:
+        OSError: the machine has too little memory.
+        CudaError: a call of the driver failed.
+    """
     fill_bytes = _FILL_PIECES * device.piece_bytes
     num_pages = min(pool.num_free, max(1, fill_bytes // device.page_bytes))
     with scratch_memory(device, pool, num_pages * device.page_bytes, is_mapped=False) as scratch:
@@ -125,7 +136,13 @@ def scratch_memory(
     is_pinned: bool = True,
     node: int | None = None,
 ) -> Iterator[Scratch]:
-    """Allocate device memory and touched, pinned host memory on ``node`` for the context."""
+    """Allocate device memory and touched, pinned host memory on ``node`` for the context.
+
+    Raises:
+        OutOfPages: the device has fewer free pages.
+        OSError: the host has too little memory.
+        CudaError: a call of the driver failed.
+    """
     num_pages = -(-num_bytes // device.page_bytes)
     with ExitStack() as undo:
         address_range = AddressRange(device, pool, num_pages)

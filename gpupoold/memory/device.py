@@ -321,7 +321,10 @@ class AddressRange:
         return missing
 
     def bind(self, owner: WeightsId, first: int, num_pages: int) -> int:
-        """Map pages from ``first`` on that ``unbind`` left, else give these up; return how many."""
+        """Map pages from ``first`` on that ``unbind`` left, else give these up; return how many.
+
+        Raises Exception: the device cannot map; the contents are given up.
+        """
         runs = self._pool.bind(owner, first, num_pages)
         if not runs:
             return 0
@@ -340,7 +343,10 @@ class AddressRange:
         self._pool.unbind(owner, self._unmap([pages]))
 
     def drop(self, pages: range) -> None:
-        """Release ``pages``; unmap pages without a holder and return them to the pool."""
+        """Release ``pages``; unmap pages without a holder and return them to the pool.
+
+        Raises ValueError: a page has no holder.
+        """
         self.drop_each([pages])
 
     def drop_each(self, ranges: Iterable[range]) -> None:
@@ -348,7 +354,10 @@ class AddressRange:
         self._pool.free(self._unmap(ranges))
 
     def _unmap(self, ranges: Iterable[range]) -> list[PageRun]:
-        """Release several ranges; return the pages without a holder, which are unmapped."""
+        """Release several ranges; return the pages without a holder, which are unmapped.
+
+        Raises ValueError: a page has no holder.
+        """
         gone: list[tuple[range, list[PageRun]]] = []
         for pages in ranges:
             held = self._holders[pages.start : pages.stop]

@@ -115,6 +115,10 @@ class KvHostCache:
         The memfd has a part of this size for each of ``num_ranks``; the first is this cache's.
         ``former_fd``, owned by this object, is the memfd of a cache of an ended process; its
         prefixes are kept if the cache had the same sizes.
+
+        Raises:
+            ValueError: the budget is negative or the slabs have no bytes.
+            OSError: the process has too few addresses.
         """
         if slab_bytes is None:
             slab_bytes = slab_bytes_for(budget_bytes)
@@ -184,7 +188,10 @@ class KvHostCache:
         return free
 
     def allocate(self, block_bytes: int, num_blocks: int) -> HostSlot | None:
-        """Return a slot of ``num_blocks`` KV blocks, evicting prefixes; None without space."""
+        """Return a slot of ``num_blocks`` KV blocks, evicting prefixes; None without space.
+
+        Raises ValueError: a block has no bytes, or the number of blocks is negative.
+        """
         self.make_room(block_bytes, num_blocks)
         blocks = self.slabs.allocate(block_bytes, num_blocks)
         return None if blocks is None else HostSlot(self, blocks)

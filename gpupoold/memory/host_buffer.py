@@ -48,7 +48,10 @@ class HostBuffer:
         *,
         is_populated: bool = True,
     ) -> HostBuffer:
-        """Create a zeroed buffer of equal parts on ``nodes``; check unless memory is known."""
+        """Create a zeroed buffer of equal parts on ``nodes``; check unless memory is known.
+
+        Raises OSError: the machine has too little free memory.
+        """
         file_bytes = num_bytes * len(nodes)
         if is_populated:
             fd = create_memfd(name, file_bytes, functools.partial(touch_pages, nodes=nodes))
@@ -58,7 +61,10 @@ class HostBuffer:
         return cls(fd, num_bytes, is_populated=False)
 
     def populate(self) -> None:
-        """Allocate and zero the pages that are missing, on several cores."""
+        """Allocate and zero the pages that are missing, on several cores.
+
+        Raises OSError: the machine has too little memory.
+        """
         _on_cores(self.num_bytes, self._populate)
 
     def allocate(self) -> None:
@@ -97,6 +103,8 @@ def touch_pages(fd: int, num_bytes: int, nodes: Sequence[int]) -> None:
     Each of ``len(nodes)`` equal parts gets pages of one node. Called before pinning: one thread,
     such as the thread of the pinning call, needs at least 0.2 s per GB (2.5 s in a virtual machine
     with untouched memory).
+
+    Raises OSError: the machine has too little memory.
     """
     libc.prefer_nodes(fd, num_bytes, nodes)
 

@@ -58,7 +58,10 @@ class KvMemory(KvExtents):
         ledger.hold(self._real(range(self.geometry.num_blocks)))
 
     def map(self, extents: list[int]) -> None:
-        """Map zeroed pages for unmapped ``extents`` and give their blocks to the engine."""
+        """Map zeroed pages for unmapped ``extents`` and give their blocks to the engine.
+
+        Raises OutOfPages: the pool is short; nothing was changed.
+        """
         assert all(self.index.place(extent) is Place.UNMAPPED for extent in extents)
         self._retain(extents, is_filled=True)
         self.index.put(extents, Place.DEVICE)
@@ -214,7 +217,10 @@ class KvMemory(KvExtents):
         self.settle_exports()
 
     def settle(self) -> None:
-        """Process the transfers that have ended; extents of a failed copy stay in place."""
+        """Process the transfers that have ended; extents of a failed copy stay in place.
+
+        Raises Exception: a copy failed; the extents of the copy are in their former place.
+        """
         self.settle_exports()
         gone: list[int] = []
         try:
@@ -227,7 +233,10 @@ class KvMemory(KvExtents):
                 self._drop(sorted(gone))
 
     def finish(self, place: Place) -> None:
-        """Wait for all extents ``LEAVING`` or ``ARRIVING``; those of a failed copy stay."""
+        """Wait for all extents ``LEAVING`` or ``ARRIVING``; those of a failed copy stay.
+
+        Raises Exception: a copy failed; the extents of the copy are in their former place.
+        """
         for group in self._groups(place):
             if group.transfer is not None:
                 group.transfer.wait()

@@ -116,7 +116,10 @@ def gets_huge_pages() -> bool:
 
 
 def move_pages(source: int, target: int, num_bytes: int) -> None:
-    """Move page-table entries; ``source`` stays a mapping. ``EINVAL`` before kernel 5.13."""
+    """Move page-table entries; ``source`` stays a mapping. ``EINVAL`` before kernel 5.13.
+
+    Raises OSError: with the errno of ``mremap(2)``; ``EINVAL`` before kernel 5.13.
+    """
     flags = _MREMAP_MAYMOVE_FIXED_DONTUNMAP
     result: int | None = _libc().mremap(source, num_bytes, num_bytes, flags, target)
     if result != target:
@@ -152,7 +155,10 @@ def memset(target: int, value: int, num_bytes: int) -> None:
 
 
 def mbind(address: int, num_bytes: int, mode: int, nodes: int) -> None:
-    """Set the nodes, a bit mask, for new pages of mapped memory (``mbind(2)``)."""
+    """Set the nodes, a bit mask, for new pages of mapped memory (``mbind(2)``).
+
+    Raises OSError: with the errno of the call; ``ENOSYS`` on unknown processors.
+    """
     mask = ctypes.create_string_buffer(nodes.to_bytes(_MAX_NODES // 8, "little"), _MAX_NODES // 8)
     size, last = ctypes.c_ulong(num_bytes), (ctypes.c_ulong(_MAX_NODES), ctypes.c_ulong(0))
     _policy_call(0, ctypes.c_void_p(address), size, ctypes.c_ulong(mode), mask, *last)
@@ -205,7 +211,10 @@ def _error(call: str) -> OSError:
 def create_memfd(
     name: str, num_bytes: int, populate: Callable[[int, int], None] | None = None
 ) -> int:
-    """Return a descriptor of a new zeroed memfd with all pages, which children do not inherit."""
+    """Return a descriptor of a new zeroed memfd with all pages, which children do not inherit.
+
+    Raises OSError: the machine or the control group has too little free memory.
+    """
     check_available(name, num_bytes)
     return create_sealed_memfd(name, num_bytes, populate)
 

@@ -43,7 +43,12 @@ class PeerPrefixes:
     tier = "peer"
 
     def __init__(self, fd: int, shape: CacheShape) -> None:
-        """Map the cache behind ``fd``, the caller's; ValueError for another ``shape``."""
+        """Map the cache behind ``fd``, the caller's; ValueError for another ``shape``.
+
+        Raises:
+            OSError: the process has too few addresses.
+            ValueError: the cache has other sizes than ``shape``.
+        """
         self._table = PrefixTable(fd, shape)
         try:
             self._bytes = CacheBytes(fd, shape)

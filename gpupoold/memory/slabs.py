@@ -69,6 +69,8 @@ def slab_layout(block_bytes: int, slab_bytes: int, num_base_slabs: int) -> SlabL
     The slab has at most 8 base slabs of ``slab_bytes``, or as many as one block needs, and at most
     ``num_base_slabs``; else the length with the smallest unused share is taken. ``num_blocks`` is 0
     if not even one block fits.
+
+    Raises ValueError: a block has no bytes.
     """
     if block_bytes <= 0:
         raise ValueError(f"a KV block has {block_bytes} bytes: must be positive")
@@ -134,7 +136,10 @@ class SlabAllocator:
     """An allocator of blocks of any shape within a budget; returns None without space."""
 
     def __init__(self, budget_bytes: int, slab_bytes: int) -> None:
-        """Cut ``budget_bytes`` into base slabs of ``slab_bytes``; the rest is not used."""
+        """Cut ``budget_bytes`` into base slabs of ``slab_bytes``; the rest is not used.
+
+        Raises ValueError: the budget is negative or the slabs have no bytes.
+        """
         if budget_bytes < 0 or slab_bytes <= 0:
             raise ValueError(f"{budget_bytes} bytes cannot be cut into slabs of {slab_bytes} bytes")
         self.slab_bytes = slab_bytes
@@ -168,7 +173,10 @@ class SlabAllocator:
         return shape.num_blocks - shape.num_used + num_new * shape.layout.num_blocks
 
     def allocate(self, block_bytes: int, num_blocks: int) -> Allocation | None:
-        """Allocate blocks in few, long runs, all or nothing, of free slabs first; else None."""
+        """Allocate blocks in few, long runs, all or nothing, of free slabs first; else None.
+
+        Raises ValueError: a block has no bytes, or the number of blocks is negative.
+        """
         if num_blocks < 0:
             raise ValueError(f"{num_blocks} KV blocks requested: must not be negative")
         if num_blocks > self.num_free_blocks(block_bytes):
@@ -208,7 +216,10 @@ class SlabAllocator:
         return None
 
     def free(self, allocation: Allocation) -> None:
-        """Free blocks once, of this allocator; slabs without a used block are reclaimed at once."""
+        """Free blocks once, of this allocator; slabs without a used block are reclaimed at once.
+
+        Raises ValueError: the blocks are free already, or belong to another allocator.
+        """
         if allocation not in self._live:
             size, count = allocation.block_bytes, allocation.num_blocks
             raise ValueError(f"double free of {count} KV blocks of {size} bytes each")

@@ -76,7 +76,10 @@ class Transfer:
         return self._ended.is_set()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Return when the first ``num_bytes`` have arrived, without making copies as ``wait``."""
+        """Return when the first ``num_bytes`` have arrived, without making copies as ``wait``.
+
+        Raises Exception: the failure of a copy before.
+        """
         with self._progress:
             self._progress.wait_for(lambda: self.num_copied_bytes >= num_bytes or self.has_ended)
         if self.num_copied_bytes < num_bytes:
@@ -84,7 +87,10 @@ class Transfer:
             raise AssertionError("a stopped transfer is waited for")
 
     def wait(self) -> None:
-        """Return when every byte has arrived; raise the failure of a copy."""
+        """Return when every byte has arrived; raise the failure of a copy.
+
+        Raises Exception: the failure of a copy.
+        """
         while not self.has_ended:
             if not self.help_queue():
                 break
@@ -360,7 +366,10 @@ class PeerCache:
     """Another worker's host cache, mapped and pinned, also by other ranks, while slots are used."""
 
     def __init__(self, fd: int, num_bytes: int, device: Device, thread: DeviceThread) -> None:
-        """Map ``num_bytes`` of ``fd``, owned by this object from now on."""
+        """Map ``num_bytes`` of ``fd``, owned by this object from now on.
+
+        Raises OSError: the process has too few addresses.
+        """
         self._buffer = HostBuffer(fd, num_bytes // device.num_ranks, is_populated=False)
         self._device = device
         self._thread = thread

@@ -157,7 +157,12 @@ class WeightMemory:
         return self.address_range.address
 
     def load(self, num_pages: int | None = None) -> int:
-        """Load the next pages, after a ``begin_load``; return the copied bytes, or OutOfPages."""
+        """Load the next pages, after a ``begin_load``; return the copied bytes, or OutOfPages.
+
+        Raises:
+            OutOfPages: the pool is short; pages present or in transfer stay.
+            Failed: there is no snapshot.
+        """
         self.wait()
         end = self.num_pages if num_pages is None else self._num_loaded + num_pages
         missing = range(self._num_loaded, min(end, self.num_pages))
@@ -168,7 +173,12 @@ class WeightMemory:
         return len(missing) * self._device.page_bytes
 
     def begin_load(self, queue: TransferQueue, num_pages: int) -> None:
-        """Start to load the next pages after loads in progress; OutOfPages changes nothing."""
+        """Start to load the next pages after loads in progress; OutOfPages changes nothing.
+
+        Raises:
+            OutOfPages: the pool is short; nothing was started.
+            Failed: there is no snapshot.
+        """
         self.settle()
         page_bytes = self._device.page_bytes
         first = self.num_mapped_pages
@@ -191,17 +201,26 @@ class WeightMemory:
         self._device.synchronize()
 
     def settle(self) -> None:
-        """Count pages as present that have arrived."""
+        """Count pages as present that have arrived.
+
+        Raises Exception: a copy failed; pages that had not arrived were freed.
+        """
         while self._arriving and self._arriving[0].has_ended:
             self._finish_first()
 
     def wait(self) -> None:
-        """Return when the pages being loaded have arrived."""
+        """Return when the pages being loaded have arrived.
+
+        Raises Exception: a copy failed; pages that had not arrived were freed.
+        """
         while self._arriving:
             self._finish_first()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Return when the first ``num_bytes``, which are present or arriving, are present."""
+        """Return when the first ``num_bytes``, which are present or arriving, are present.
+
+        Raises Exception: a copy failed; pages that had not arrived were freed.
+        """
         while (missing := num_bytes - self.loaded_bytes) > 0:
             assert self._arriving, f"{missing} bytes are waited for that do not arrive"
             if missing >= self._arriving[0].num_bytes:
@@ -262,7 +281,10 @@ class WeightMemory:
         return num_bound == num_pages
 
     def detach_snapshot(self) -> HostBuffer:
-        """Free all pages; return the snapshot, which the caller unpins and closes."""
+        """Free all pages; return the snapshot, which the caller unpins and closes.
+
+        Raises Failed: there is no snapshot.
+        """
         snapshot = self.snapshot
         self.evict()
         self._snapshot = None

@@ -79,7 +79,7 @@ def lines_of(whole: core.Core) -> Iterator[Line]:
 
 
 def core_of(lines: Sequence[Line]) -> core.Core:
-    """Return the core described by ``lines``."""
+    """Return the core described by ``lines``. Raises BadLine: the lines are not a core's state."""
     made: list[Any] = []
     for number, (kind, _) in enumerate(lines):
         with _errors_of(number):

@@ -115,7 +115,7 @@ class RecordedCore:
     def __init__(
         self, core: Core, max_entries: int = MAX_ENTRIES, max_names: int = MAX_NAMES
     ) -> None:
-        """Record from now on."""
+        """Record from now on. Raises ValueError: ``max_entries`` is less than 2."""
         if max_entries < 2:
             raise ValueError(f"max_entries is {max_entries}, must be at least 2")
         state = core.state
@@ -273,7 +273,7 @@ def open_log(path: Path) -> Iterator[LogFile]:
 
 
 def replay_file(path: Path) -> Replay:
-    """Replay a log up to the first difference."""
+    """Replay a log up to the first difference. Raises UsageError, OSError: as for ``open_log``."""
     with open_log(path) as log:
         replay = Replay(log.header)
 

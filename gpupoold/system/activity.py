@@ -91,7 +91,10 @@ def digest(request_id: str) -> int:
 
 
 def create_page() -> int:
-    """Return the descriptor of a new page whose slots are all idle."""
+    """Return the descriptor of a new page whose slots are all idle.
+
+    Raises OSError: there is no descriptor or no memory left.
+    """
     return create_sealed_memfd("gpupool-activity", PAGE_BYTES)
 
 

@@ -93,6 +93,8 @@ def create_sealed_memfd(
     The size is sealed, so no mapping can lose pages. ``populate`` may allocate the pages of a
     descriptor and a number of bytes before the kernel does. If not ``is_allocated``, the kernel
     allocates pages when they are first used.
+
+    Raises OSError: no descriptor or memory is left.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -33,7 +33,10 @@ _OF_ALL = 0o666
 
 @contextlib.contextmanager
 def http_listener(server: ServerSettings, take: TakeSocket) -> Iterator[socket.socket]:
-    """Open the public API's socket, or take the socket from systemd."""
+    """Open the public API's socket, or take the socket from systemd.
+
+    Raises Failed: the address cannot be bound.
+    """
     given = take(HTTP_SOCKET)
     if given is not None:
         _check_address(given, server)
@@ -45,7 +48,12 @@ def http_listener(server: ServerSettings, take: TakeSocket) -> Iterator[socket.s
 def admin_listener(
     runtime_dir: Path, groups: AdminGroups, take: TakeSocket
 ) -> Iterator[socket.socket]:
-    """Open the admin socket, a file of ours or systemd's; Refused if another daemon answers."""
+    """Open the admin socket, a file of ours or systemd's; Refused if another daemon answers.
+
+    Raises:
+        Refused: another daemon answers at the path.
+        Failed: the socket cannot be made.
+    """
     given = take(ADMIN_SOCKET)
     if given is not None:
         with given:
@@ -151,6 +159,8 @@ def share_socket(path: Path, groups: AdminGroups) -> None:
     A daemon of root, or of a user whose main group is the admin group, serves the machine. A file
     has one group only: with a group of readers, everybody may connect, and the guard checks the
     caller's credentials. A group whose number is unknown counts as absent.
+
+    Raises OSError: the mode cannot be set.
     """
     admins = groups.names.group_id(groups.everything)
     if os.geteuid() != 0 and os.getegid() != admins:

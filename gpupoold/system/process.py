@@ -49,7 +49,10 @@ _INTERVAL_S = 0.1
 
 
 def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:
-    """Prepare a child: end with the daemon, ignore the terminal's signals, log under ``name``."""
+    """Prepare a child: end with the daemon, ignore the terminal's signals, log under ``name``.
+
+    Raises OSError, SystemExit: see :func:`die_with_parent`.
+    """
     die_with_parent(parent_pid)
     # A terminal's Ctrl-C and hang-up reach the whole process group; only the daemon reacts.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

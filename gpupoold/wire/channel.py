@@ -115,7 +115,10 @@ class AsyncChannel(Generic[T]):
             self._flush()
 
     async def receive(self) -> T:
-        """Return the next message."""
+        """Return the next message.
+
+        Raises ChannelClosed: end of stream, or the other end sent an invalid message.
+        """
         message = await self._incoming.get()
         if message is None:
             self._incoming.put_nowait(None)
@@ -123,7 +126,10 @@ class AsyncChannel(Generic[T]):
         return message
 
     def take_fd(self) -> int:
-        """Return the next descriptor of the latest received message, owned by the caller."""
+        """Return the next descriptor of the latest received message, owned by the caller.
+
+        Raises DescriptorsLost: the descriptor did not arrive.
+        """
         return self._fds.take()
 
     @property
@@ -236,7 +242,10 @@ class BlockingChannel(Generic[T]):
         return self._ready.popleft()
 
     def take_fd(self) -> int:
-        """Return the next descriptor of the latest received message, owned by the caller."""
+        """Return the next descriptor of the latest received message, owned by the caller.
+
+        Raises DescriptorsLost: the descriptor did not arrive.
+        """
         return self._fds.take()
 
     def close(self) -> None:

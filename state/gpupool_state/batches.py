@@ -107,7 +107,10 @@ class BatchStore:
 
     @classmethod
     async def open(cls, folder: Path) -> Self:
-        """Open or create the database in ``folder``, see :meth:`Database.open`."""
+        """Open or create the database in ``folder``, see :meth:`Database.open`.
+
+        Raises Failed, Refused: see :meth:`Database.open`.
+        """
         async with turn(folder / "batches.lock"):  # the frontends begin at the same time
             return cls(await Database.open(folder / BATCHES_NAME, migrations=BATCH_MIGRATIONS))
 
@@ -116,7 +119,10 @@ class BatchStore:
         await self._db.close()
 
     async def add_file(self, row: FileRow, check: CheckAccount | None = None) -> None:
-        """Add a file whose content is on disk, or raise an error of ``check``."""
+        """Add a file whose content is on disk, or raise an error of ``check``.
+
+        Raises Exception: an error of ``check``; nothing is added.
+        """
         async with self._db.write() as tx:
             await tx.insert("files", asdict(row))
             await _check(tx, row.owner, check)
@@ -175,7 +181,10 @@ class BatchStore:
         return await _num_bytes(self._db)
 
     async def add_batch(self, row: BatchRow, check: CheckAccount | None = None) -> None:
-        """Add a batch, or raise an error of ``check``."""
+        """Add a batch, or raise an error of ``check``.
+
+        Raises Exception: an error of ``check``; nothing is added.
+        """
         values = {name: _stored(getattr(row, name)) for name in _BATCH_COLUMNS}
         async with self._db.write() as tx:
             await tx.insert("batches", values)

@@ -311,14 +311,20 @@ class Database(Source):
                 self._owner = None
 
     async def fetch_all(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """Return all rows of a query, with the changes of all transactions committed before."""
+        """Return all rows of a query, with the changes of all transactions committed before.
+
+        Raises Failed: the database is damaged, locked or closed.
+        """
         if self._closed:
             raise Failed(f"the state database {self.path} is closed")
         with explained(self.path):
             return list(await self._reader.execute_fetchall(sql, values))
 
     async def copy_to(self, target: Path) -> None:
-        """Write a consistent, compacted copy of the database; ``target`` must not exist."""
+        """Write a consistent, compacted copy of the database; ``target`` must not exist.
+
+        Raises Failed: the disk is full or the folder cannot be written.
+        """
         await self.fetch_all("VACUUM INTO ?", (str(target),))
 
     async def close(self) -> None:
@@ -452,7 +458,10 @@ def storable(text: str) -> str:
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work`` to the end; a cancellation of the caller is raised afterwards."""
+    """Await ``work`` to the end; a cancellation of the caller is raised afterwards.
+
+    Raises asyncio.CancelledError: the caller was cancelled; raised after ``work`` has ended.
+    """
     task = asyncio.ensure_future(work)
     cancellation: asyncio.CancelledError | None = None
     while not task.done():

@@ -348,7 +348,10 @@ class History:
         return [table.read(row) for row in rows]
 
     async def events_after(self, after_id: int, limit: int = 100) -> list[Event]:
-        """Return events with ids above ``after_id``, oldest first, also events not yet on disk."""
+        """Return events with ids above ``after_id``, oldest first, also events not yet on disk.
+
+        Raises Failed: some of the events are only on disk, and the database cannot be read.
+        """
         limit = max(0, limit)
         floor_id = self._events.floor_id
         held = self._events.held_after(max(after_id, floor_id))

@@ -24,7 +24,12 @@ class StateLock:
 
     @classmethod
     def acquire(cls, folder: Path) -> Self:
-        """Create the folder if missing and lock it; Refused names the process that has the lock."""
+        """Create the folder if missing and lock it; Refused names the process that has the lock.
+
+        Raises:
+            Refused: another process has the lock; the message names its pid.
+            Failed: the folder cannot be created or written.
+        """
         path = folder / LOCK_NAME
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -210,7 +210,13 @@ class Registry:
             return await _row(tx, name)
 
     async def add_further(self, model: str, further: Preset | Adapter) -> ModelRow:
-        """Add a preset or an adapter; UsageError for a bad name, Refused for a taken one."""
+        """Add a preset or an adapter; UsageError for a bad name, Refused for a taken one.
+
+        Raises:
+            NoSuchModel: no model has this name.
+            UsageError: the further name is malformed.
+            Refused: the further name is taken.
+        """
         check_names((further.name,))
         async with self._changing() as tx:
             await _check_model(tx, model)

@@ -36,14 +36,24 @@ class Options:
 
 
 def text_once(socket_path: Path, width: int, options: Options) -> str:
-    """Return the screen as plain text; with the default theme nothing of Textual's is imported."""
+    """Return the screen as plain text; with the default theme nothing of Textual's is imported.
+
+    Raises:
+        GpupoolError: the daemon does not answer.
+        UsageError: there is no such theme.
+    """
     _check_theme(options.theme)
     with AdminClient(socket_path) as client:
         return screen_text(ask_once(client), width, is_ascii=options.is_ascii)
 
 
 def run(socket_path: Path, options: Options) -> None:
-    """The application, until it is left."""
+    """The application, until it is left.
+
+    Raises:
+        GpupoolError: the daemon does not answer to begin with.
+        UsageError: there is no such theme.
+    """
     with AdminClient(socket_path) as client, ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask_once, client)
         # Plain text does not need Textual; a terminal imports Textual while the daemon answers.

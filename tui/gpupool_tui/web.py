@@ -104,5 +104,5 @@ class WebTop(Server):
 
 
 def serve(command: Sequence[str], port: int, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl+C or SIGTERM."""
+    """Serve until Ctrl+C or SIGTERM. Raises OSError: the port is taken."""
     WebTop(command, port, say).serve()

@@ -25,7 +25,10 @@ from gpupoold.units import parse_size_bytes
 
 
 def size_bytes(text: str) -> int:
-    """Bytes in an option's value."""
+    """Bytes in an option's value.
+
+    Raises typer.BadParameter: it is no size; Typer adds the option's name.
+    """
     try:
         return parse_size_bytes(text)
     except ValueError as error:
@@ -40,7 +43,10 @@ class EngineSizes(NamedTuple):
 
 
 def engine_memory(text: str) -> EngineSizes:
-    """Parse the memory of engines: ``172MB`` or ``172MB,large-model=900MB``."""
+    """Parse the memory of engines: ``172MB`` or ``172MB,large-model=900MB``.
+
+    Raises typer.BadParameter: a part is no size; Typer adds the option's name.
+    """
     first, *others = text.split(",")
     pairs = [part.partition("=") for part in others]
     if not all(separator for _, separator, _ in pairs):
@@ -149,7 +155,10 @@ def models_of_file(path: Path) -> Models:
 
 
 def registered_models(infos: Sequence[ModelInfo]) -> Models:
-    """Return a daemon's models, without failed models."""
+    """Return a daemon's models, without failed models.
+
+    Raises UsageError: no model is left, or a model's sizes are unknown.
+    """
     failed = [info.name for info in infos if info.state == "failed"]
     models = tuple(_planned(info) for info in infos if info.state != "failed")
     if not models:
@@ -164,7 +173,10 @@ def make_inputs(
     duration_s: float | None,
     history: Sequence[RequestRecord] | None = None,
 ) -> Inputs:
-    """Add the load: ``history`` if present, else the file ``trace``, else rates."""
+    """Add the load: ``history`` if present, else the file ``trace``, else rates.
+
+    Raises UsageError: there is no load, rates are too many or impossible, or the file has an error.
+    """
     models = found.models
     names = [model.name for model in models]
     if history is not None:

@@ -226,7 +226,10 @@ class Fleet:
     # Additions and removals.
 
     def propose(self, names: Sequence[str]) -> Proposal:
-        """Reserve the names of a model that a client asks to add, until :meth:`drop_proposal`."""
+        """Reserve the names of a model that a client asks to add, until :meth:`drop_proposal`.
+
+        Raises Refused: one of the names is reserved already.
+        """
         for record in self._records.values():
             for name in set(names).intersection(record.names):
                 is_new = record.life.phase is ModelPhase.PROPOSED

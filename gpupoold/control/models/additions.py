@@ -65,7 +65,10 @@ class Additions(ModelPart):
         self._tasks: dict[str, asyncio.Task[ModelRow]] = {}
 
     async def check(self, request: AddModelRequest) -> AsyncIterator[Progress]:
-        """Find and check a model without adding the model."""
+        """Find and check a model without adding the model.
+
+        Raises GpupoolError: the reason of the failing step.
+        """
         self._supervisor.check_devices(request.devices)
         await check_names_free(self._registry, (request.name, *request.aliases))
         intake = self._intake(request)
@@ -78,6 +81,8 @@ class Additions(ModelPart):
 
         The model serves from its first device on, and then stays. The last line follows when all
         devices in service that should host the model have loaded the model, or have failed.
+
+        Raises GpupoolError: the reason of the failing step.
         """
         self._supervisor.check_devices(request.devices)
         names = (request.name, *request.aliases)
@@ -272,6 +277,8 @@ class Intake(ModelPart):
 
         Small files, file sizes and headers of the weights are checked before weights are
         downloaded; ``check_only`` ends there.
+
+        Raises GpupoolError: the reason of the failing step.
         """
         request = self._request
         self._engine = check_options(request.engine)
@@ -340,7 +347,10 @@ class Intake(ModelPart):
         self._check_host_memory(weight_bytes)
 
     def _largest_device_bytes(self, spec: ModelSpec) -> int:
-        """Return the memory of the largest device in service whose GPUs can divide the model."""
+        """Return the memory of the largest device in service whose GPUs can divide the model.
+
+        Raises Unavailable: no such device is in service.
+        """
         lacking = self._divisions.lacking(spec)
         workers = [worker for worker in self._supervisor.workers if worker.number not in lacking]
         ready = [worker.ready for worker in workers if worker.is_ready and worker.ready]
@@ -401,7 +411,10 @@ async def fetched(
     part: Part = "all",
     peers: Peers | None = None,
 ) -> AsyncIterator[Progress]:
-    """Download a repository to :func:`folder_of`, and yield the progress."""
+    """Download a repository to :func:`folder_of`, and yield the progress.
+
+    Raises GpupoolError: see :meth:`Download.run`.
+    """
     lines: asyncio.Queue[Progress] = asyncio.Queue()
 
     def report(done_bytes: int, total_bytes: int, bytes_per_s: float | None) -> None:

@@ -85,7 +85,12 @@ class CacheControl(ModelPart):
         return sorted(engines, key=lambda engine: (engine.device, engine.model))
 
     async def set_pinned(self, name: str, is_pinned: bool) -> CachedModel:
-        """Pin or unpin a model's snapshot in host memory, also for later daemons."""
+        """Pin or unpin a model's snapshot in host memory, also for later daemons.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            Refused: the pinned snapshots would exceed the cache.
+        """
         row = await self.find(name)
         model = row.spec.name
         saved_bytes = await self._saved.sizes()
@@ -100,13 +105,23 @@ class CacheControl(ModelPart):
         return self._view(row, saved_bytes)
 
     async def drop(self, name: str) -> CachedModel:
-        """Drop a model's idle snapshot from host memory; a saved snapshot stays on disk."""
+        """Drop a model's idle snapshot from host memory; a saved snapshot stays on disk.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            Refused: the snapshot is pinned, in use or loading.
+        """
         row = await self.find(name)
         await self._host_budget.drop(row.spec.name)
         return self._view(row, await self._saved.sizes())
 
     async def warm(self, name: str) -> CachedModel:
-        """Return when a model's snapshot is in host memory and attached to its workers."""
+        """Return when a model's snapshot is in host memory and attached to its workers.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            GpupoolError: the reason why the snapshot cannot be loaded.
+        """
         row = await self._lifecycle.warm(name)
         return self._view(row, await self._saved.sizes())
 
@@ -115,6 +130,13 @@ class CacheControl(ModelPart):
 
         The engines stay. ``mode`` decides about live requests: ``refuse`` changes nothing if there
         are any, ``drain`` takes no new requests and waits, ``force`` ends the requests.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            Refused: the name is a preset's or adapter's; the model has live requests and ``mode``
+                is "refuse", its snapshot is pinned, or another unload or a removal is under way.
+            TimedOut: requests were left after the drain timeout.
+            Failed: a worker does not answer.
         """
         spec = (await self.find(name)).spec
         model = spec.name

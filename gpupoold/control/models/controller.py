@@ -161,7 +161,11 @@ class ModelController(ModelPart):
         self._fleet.wake(*self._order)
 
     async def add(self, name: str, expected_bytes: int) -> None:
-        """Return when a model, being added until :meth:`end_addition`, is open on a device."""
+        """Return when a model, being added until :meth:`end_addition`, is open on a device.
+
+        Raises GpupoolError: no device could load the model, or no frontend mount the API; the
+        caller removes the model.
+        """
         lane = self._lanes[name]
         lane.is_added, lane.expected_bytes = True, expected_bytes
         lane.waits.clear()
@@ -173,7 +177,10 @@ class ModelController(ModelPart):
         self._fleet.wake(name)
 
     async def warm(self, name: str) -> None:
-        """Return when the model is open and warm; a model without a device is loaded."""
+        """Return when the model is open and warm; a model without a device is loaded.
+
+        Raises GpupoolError: the reason of the failure.
+        """
         self._lanes[name].waits.clear()
         await self._wait(name, self._lanes[name].warm)
 
@@ -193,12 +200,18 @@ class ModelController(ModelPart):
         return errors
 
     async def remove(self, name: str, reason: str) -> None:
-        """Return when a model has left all devices, and is forgotten with its snapshots."""
+        """Return when a model has left all devices, and is forgotten with its snapshots.
+
+        Raises TimedOut: a worker did not answer.
+        """
         self.abandon(name, reason)
         await self._wait(name, self._lanes[name].removed)
 
     async def replace(self, name: str, engine: dict[str, str]) -> None:
-        """Return when all engines have the options; the caller registers the options then."""
+        """Return when all engines have the options; the caller registers the options then.
+
+        Raises GpupoolError: an engine was not replaced; the next try follows.
+        """
         lane = self._lanes[name]
         kept = [wait for wait in lane.waits.items() if not wait[0].startswith(StepKind.REPLACE)]
         lane.waits, lane.engine = dict(kept), engine

@@ -180,7 +180,10 @@ class EngineRoom(ModelPart):
         return not is_asked and name in self._fleet.hosts.engines_on(number)
 
     def why_none(self, row: ModelRow) -> GpupoolError:
-        """Return why no device can load the model, with the arithmetic of memory."""
+        """Return why no device can load the model, with the arithmetic of memory.
+
+        Raises Refused: no device can divide the model.
+        """
         if any(self.model(row).allows(device.number) for device in self.devices()):
             return self.refusal(row)
         self.divisions.require_one(row.spec)

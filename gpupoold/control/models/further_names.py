@@ -53,7 +53,14 @@ class Presets(ModelPart):
         self._inspector = inspector
 
     async def add(self, request: AddPresetRequest) -> ModelRow:
-        """Add a preset; return its model. No preset is added if a frontend cannot mount the API."""
+        """Add a preset; return its model. No preset is added if a frontend cannot mount the API.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            Refused: the name is taken.
+            UsageError: a default has a wrong name or value.
+            GpupoolError: the frontends' reason; the preset is not added.
+        """
         check_defaults(request.defaults)
         preset = Preset(request.name, request.defaults, request.ttft_s, request.tbt_s)
         await check_names_free(self._registry, (preset.name,))
@@ -70,7 +77,10 @@ class Presets(ModelPart):
         return row
 
     async def remove(self, name: str) -> ModelRow:
-        """Remove a preset; requests under way continue."""
+        """Remove a preset; requests under way continue.
+
+        Raises NoSuchModel: no preset has this name.
+        """
         model = (await self.find(name)).spec.name
         async with self._fleet.alone(model, beside_steps=True):
             spec = (await self.find(name)).spec
@@ -83,7 +93,12 @@ class Presets(ModelPart):
 
 
 def check_defaults(defaults: Mapping[str, Any]) -> None:
-    """Check names and sizes of a preset's defaults, whose values vLLM's classes check later."""
+    """Check names and sizes of a preset's defaults, whose values vLLM's classes check later.
+
+    Raises:
+        UsageError: a name is malformed or belongs to single requests; there is too much text.
+        Refused: a value is no JSON that each process can hold.
+    """
     if len(defaults) > MAX_DEFAULTS:
         raise UsageError(f"a preset has more than {MAX_DEFAULTS} defaults", "set fewer fields")
     for name in defaults:
@@ -130,7 +145,10 @@ class ModelAdapters(ModelPart):
         self._tasks: set[asyncio.Task[ModelRow]] = set()
 
     async def add(self, request: AddAdapterRequest) -> AsyncIterator[Progress]:
-        """Find, check and add an adapter; an engine that does not take it is replaced."""
+        """Find, check and add an adapter; an engine that does not take it is replaced.
+
+        Raises GpupoolError: the reason of the failing step; the adapter is not added.
+        """
         await check_names_free(self._registry, (request.name,))
         proposal = self._fleet.propose((request.name,))
         try:
@@ -190,7 +208,13 @@ class ModelAdapters(ModelPart):
         )
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
-        """Remove an adapter; its base stays as before."""
+        """Remove an adapter; its base stays as before.
+
+        Raises:
+            NoSuchModel: no adapter has this name.
+            Refused: the adapter has live requests and ``mode`` is "refuse".
+            TimedOut: requests were left after the drain timeout.
+        """
         row = await self.find(name)
         if not isinstance(row.spec.further_named(name), Adapter):
             raise NoSuchModel(f"no adapter is named {name!r}", "see `gpupool list`")

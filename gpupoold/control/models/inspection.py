@@ -55,7 +55,10 @@ class Inspector:
     async def survey(
         self, path: Path, dtype: str, engine: Mapping[str, str], *, may_be_remote: bool = False
     ) -> CheckpointSurvey:
-        """Read and check the files of a checkpoint."""
+        """Read and check the files of a checkpoint.
+
+        Raises GpupoolError: the reason why the checkpoint is refused, or why it was not read.
+        """
         security = self._settings.security
         order = m.Survey(
             str(path),
@@ -68,12 +71,18 @@ class Inspector:
         return decoded((await self._answer(str(path), order)).result, CheckpointSurvey)
 
     async def survey_adapter(self, path: Path, base: Path) -> AdapterFacts:
-        """Read and check the files of an adapter for the checkpoint ``base``."""
+        """Read and check the files of an adapter for the checkpoint ``base``.
+
+        Raises GpupoolError: the reason why the adapter is refused, or why it was not read.
+        """
         order = m.SurveyAdapter(str(path), str(base), self._settings.security.allow_pickle)
         return decoded((await self._answer(str(path), order)).result, AdapterFacts)
 
     async def parsers(self, spec: ModelSpec) -> FoundParsers:
-        """Return the parsers and the chat template of a model."""
+        """Return the parsers and the chat template of a model.
+
+        Raises GpupoolError: the files could not be read in time.
+        """
         order = m.FindParsers(spec.path, spec.engine)
         return decoded((await self._answer(spec.name, order)).result, FoundParsers)
 
@@ -82,12 +91,17 @@ class Inspector:
 
         Simulated devices accept all models with a usable chat template. Return the ``degrees`` of
         groups of GPUs that cannot divide the model, with the reason.
+
+        Raises GpupoolError: the reason why the model cannot be served.
         """
         has_engines = any(device.kind != "sim" for device in self._settings.devices)
         return await self._inspect(spec, degrees, only_chat=not has_engines)
 
     async def check_chat(self, spec: ModelSpec) -> None:
-        """Check a model's files, tokenizer and chat template, unless checked as they are now."""
+        """Check a model's files, tokenizer and chat template, unless checked as they are now.
+
+        Raises GpupoolError: the reason why conversations cannot be rendered.
+        """
         now = await asyncio.to_thread(_chat_of, spec)
         if now is None or self._checked.get(spec.name) != now:
             await self._inspect(spec, only_chat=True)
@@ -254,7 +268,12 @@ class Divisions:
         self.require_one(spec)
 
     async def check(self, spec: ModelSpec) -> None:
-        """Check a model's options and small files for the configured devices."""
+        """Check a model's options and small files for the configured devices.
+
+        Raises:
+            GpupoolError: the model cannot be served.
+            Refused: as of :meth:`require_one`.
+        """
         judged = self._judgement(spec)
         degrees = set(self._degrees) - {1}
         judged.add(await self._inspector.check(spec, sorted(degrees.difference(judged.reasons))))

@@ -46,7 +46,10 @@ LOAD_GRACE_S = 20.0
 
 
 def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the checked options after ``changes``, in which None removes an option."""
+    """Return the checked options after ``changes``, in which None removes an option.
+
+    Raises UsageError: see :func:`check_options`.
+    """
     names = check_options({name: value or "" for name, value in changes.items()})
     merged = {**present, **dict(zip(names, changes.values(), strict=True))}
     return check_options({name: value for name, value in merged.items() if value is not None})
@@ -143,7 +146,12 @@ class ModelLifecycle(ModelPart, RequestListener):
         return self.ongoing.followed(request.name, self.adapters.add(request))
 
     async def set(self, name: str, request: SetModelRequest) -> ModelRow:
-        """Change targets, aliases and options of a model while the model serves."""
+        """Change targets, aliases and options of a model while the model serves.
+
+        Raises:
+            Refused: the name is a preset's or adapter's.
+            GpupoolError: see ``Registry.update``, or why the options are not changed.
+        """
         spec = (await self.find(name)).spec
         check_own_model(spec, name, "options")
         async with self._fleet.alone(spec.name, beside_steps=not request.engine):
@@ -170,7 +178,13 @@ class ModelLifecycle(ModelPart, RequestListener):
             return row
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
-        """Remove a model, preset or adapter."""
+        """Remove a model, preset or adapter.
+
+        Raises:
+            NoSuchModel: there is no such name.
+            Refused: the model has live requests or adapters and ``mode`` is "refuse".
+            TimedOut: requests were left after the drain timeout.
+        """
         row = await self.find(name)
         match row.spec.further_named(name):
             case Adapter():
@@ -200,7 +214,12 @@ class ModelLifecycle(ModelPart, RequestListener):
             self._supervisor.end_loads(name, reason)
 
     async def warm(self, name: str) -> ModelRow:
-        """Return when a model is loaded and warm; a model in quarantine is tried too."""
+        """Return when a model is loaded and warm; a model in quarantine is tried too.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            GpupoolError: the reason of the failure.
+        """
         row = await self.find(name)
         self._fleet.breakers.reset(row.spec.name)
         await self.controller.warm(row.spec.name)
@@ -255,6 +274,13 @@ class ModelLifecycle(ModelPart, RequestListener):
 
         Requests on other devices continue on the chosen devices. The choice holds, and the load is
         retried, also if a device could not load the model.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            UsageError: there is no such device.
+            Refused: a chosen device cannot divide the model; nothing has changed.
+            GpupoolError: no chosen device could load the model, or a device could not; the choice
+                holds, and the load is retried.
         """
         self._supervisor.check_devices(devices)
         model = (await self.find(name)).spec.name

@@ -53,13 +53,19 @@ class ModelMounts(ModelPart):
                 self._frontends.send(now)
 
     async def remount(self, spec: ModelSpec) -> None:
-        """Apply the changed names of a model: to the fleet, the mounted API and the list."""
+        """Apply the changed names of a model: to the fleet, the mounted API and the list.
+
+        Raises GpupoolError: the frontends' reason; the list is not published.
+        """
         self._fleet.changed(spec)
         await self.mount(spec.name)
         await self.publish()
 
     async def open(self, name: str) -> None:
-        """Open a loaded model; each frontend has the state before the answer to the mount."""
+        """Open a loaded model; each frontend has the state before the answer to the mount.
+
+        Raises GpupoolError: the frontends' reason, or the model is in quarantine.
+        """
         async with self._in_turn:
             if self._fleet.breakers.close(name, time.monotonic()):
                 self._history.record_event(
@@ -76,7 +82,10 @@ class ModelMounts(ModelPart):
             await self._registry.set_state(name, ModelState.READY)
 
     async def mount(self, name: str) -> None:
-        """Mount or remount the API of a model, if loaded, on all frontends."""
+        """Mount or remount the API of a model, if loaded, on all frontends.
+
+        Raises GpupoolError: the frontends' reason, or that of a check of the chat template.
+        """
         if self._fleet.loaded(name) is not None:
             async with self._in_turn:
                 await self._mount(name)

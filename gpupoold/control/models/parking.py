@@ -49,7 +49,12 @@ class Parking(ModelPart):
         self._wake_for_waiting(now_s)
 
     async def park(self, number: int, why: str = "by hand") -> None:
-        """Park a device without requests; no effect on a parked device."""
+        """Park a device without requests; no effect on a parked device.
+
+        Raises:
+            UsageError: there is no such device.
+            Refused: the device has requests, is loading, or is not ready.
+        """
         worker = self._worker(number)
         if worker.state == "parked":
             return
@@ -67,7 +72,7 @@ class Parking(ModelPart):
         self._history.record_event("info", "device_parked", str(number), why)
 
     def wake(self, number: int, why: str = "by hand") -> None:
-        """Wake a parked device; no effect on others."""
+        """Wake a parked device; no effect on others. Raises UsageError: there is no such device."""
         if self._worker(number).state == "parked":
             self._supervisor.wake(number)
             self._history.record_event("info", "device_woken", str(number), why)

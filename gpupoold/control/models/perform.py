@@ -63,7 +63,10 @@ class Performer(ModelPart):
         self._cleaning: set[asyncio.Task[None]] = set()
 
     async def perform(self, row: ModelRow, step: ModelStep, expected_bytes: int) -> None:
-        """Carry out a step; an engine's snapshot has about ``expected_bytes``."""
+        """Carry out a step; an engine's snapshot has about ``expected_bytes``.
+
+        Raises GpupoolError: the reason of the failure.
+        """
         match step.kind:
             case StepKind.LOAD:
                 await self._load(row, step, expected_bytes)
@@ -102,7 +105,13 @@ class Performer(ModelPart):
             self._fleet.remove(name)
 
     async def _load(self, row: ModelRow, step: ModelStep, expected_bytes: int) -> None:
-        """Load on one worker without the model; a new snapshot takes ``expected_bytes`` or so."""
+        """Load on one worker without the model; a new snapshot takes ``expected_bytes`` or so.
+
+        Raises:
+            CacheFull: too few snapshots can be evicted now.
+            EnginesFull: too few engines can be evicted for the step's reason.
+            GpupoolError: the worker's reason.
+        """
         name, worker = row.spec.name, self._supervisor.workers[step.number]
         was_cached = self._snapshots.has_any(name)
         was_evicted = self._fleet.availability(name).is_evicted
@@ -238,7 +247,10 @@ class Performer(ModelPart):
             _logger.error("%s", error)
 
     async def _reload(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """Replace the model's engine by way of the snapshot, if any, which the caller holds."""
+        """Replace the model's engine by way of the snapshot, if any, which the caller holds.
+
+        Raises GpupoolError: the worker's reason; the worker no longer has the model.
+        """
         try:
             await self._supervisor.unload(worker, spec.name)
             await self._build(spec, worker, expected_bytes, HostingReason.NEEDED)

@@ -103,7 +103,10 @@ class ModelSnapshots(ModelPart):
         return _whole_pages(expected_bytes, workers[0]) if workers else expected_bytes
 
     async def reserve(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """Reserve host memory for a worker's snapshot, which the caller holds, unless present."""
+        """Reserve host memory for a worker's snapshot, which the caller holds, unless present.
+
+        Raises CacheFull: see :meth:`HostMemoryBudget.reserve`.
+        """
         if worker.ready is None or self.is_at_hand(spec.name, worker):
             return
         num_bytes = await self._look_up(spec, worker) or _whole_pages(expected_bytes, worker)
@@ -113,7 +116,10 @@ class ModelSnapshots(ModelPart):
     async def for_load(
         self, spec: ModelSpec, worker: Worker, expected_bytes: int
     ) -> CachedSnapshot | None:
-        """Return the snapshot, perhaps from disk, or None after reserving host memory."""
+        """Return the snapshot, perhaps from disk, or None after reserving host memory.
+
+        Raises CacheFull: too few snapshots can be evicted now.
+        """
         if worker.device.kind == "sim" or worker.ready is None:
             return None
         snapshot = self.cached(spec.name, worker) or await self.read(spec, worker)
@@ -123,7 +129,10 @@ class ModelSnapshots(ModelPart):
         return snapshot
 
     async def read(self, spec: ModelSpec, worker: Worker) -> CachedSnapshot | None:
-        """Read the snapshot, held by the caller, from disk into the cache; None without a file."""
+        """Read the snapshot, held by the caller, from disk into the cache; None without a file.
+
+        Raises CacheFull: too few snapshots can be evicted now.
+        """
         num_bytes = await self._look_up(spec, worker)
         if num_bytes is None:
             return None
@@ -162,7 +171,10 @@ class ModelSnapshots(ModelPart):
     async def keep(
         self, fd: int, worker: Worker, loaded: m.ModelLoaded, given: CachedSnapshot | None
     ) -> None:
-        """Keep the snapshot from a worker and close ``fd``; ``given`` was sent with the load."""
+        """Keep the snapshot from a worker and close ``fd``; ``given`` was sent with the load.
+
+        Raises CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
+        """
         name = loaded.model.name
         of = self._devices.of(name, worker.number)
         if loaded.snapshot_problem:
@@ -180,7 +192,10 @@ class ModelSnapshots(ModelPart):
     async def keep_changed(
         self, fd: int, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded
     ) -> None:
-        """Keep the snapshot of a model whose options have changed, with another layout or not."""
+        """Keep the snapshot of a model whose options have changed, with another layout or not.
+
+        Raises CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
+        """
         try:
             await self._look_up(spec, worker)  # the key of the saved snapshot has the options
         except BaseException:
@@ -307,7 +322,10 @@ async def rows_in_start_order(
     cache: SnapshotCache,
     num_snapshots: Callable[[ModelRow], int] = lambda _: 1,
 ) -> list[ModelRow]:
-    """Return the models, pinned and recently used first, and record pins and uses in the cache."""
+    """Return the models, pinned and recently used first, and record pins and uses in the cache.
+
+    Raises Failed: the registry cannot be read.
+    """
     rows = {str(row.spec.name): row for row in await registry.list()}
     cache.pinned = {name for name, row in rows.items() if row.is_pinned}
     await _recall_use(rows, history, cache)

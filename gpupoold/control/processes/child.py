@@ -309,7 +309,10 @@ class ForkServer:
         self._running: dict[int, ForkedProcess] = {}
 
     async def fork(self, launch: Launch) -> ForkedProcess:
-        """Run a module, see :data:`Starter`."""
+        """Run a module, see :data:`Starter`.
+
+        Raises OSError: the fork server could not be started, could not fork, or has died.
+        """
         async with self._starting:
             if self._server is None:
                 await self._start()

@@ -48,7 +48,10 @@ class Accounts:
             self._keys.charge(key_id, num_tokens)
 
     def paced(self, gaps: Mapping[str, str]) -> None:
-        """Count the times between tokens of paced streams, by a frontend's histograms."""
+        """Count the times between tokens of paced streams, by a frontend's histograms.
+
+        Raises ValueError: a histogram is malformed.
+        """
         for model, text in gaps.items():
             self.stats.setdefault(model, ModelStats()).paced.merge(Histogram.parse(text))
 

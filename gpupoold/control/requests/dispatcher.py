@@ -216,7 +216,10 @@ class Dispatcher:
             self.shell.handle(e.Unhosted(worker.number, name))
 
     def withdraw(self, name: str, worker: Worker, *, is_evicted: bool = False) -> list[LiveRequest]:
-        """Remove a model from a worker without migrations; return requests to go elsewhere."""
+        """Remove a model from a worker without migrations; return requests to go elsewhere.
+
+        Raises Refused: a request is migrating from or to the worker.
+        """
         number = worker.number
         requests = self.live.of_model(name)
         if any(request.migration and request.migration.concerns(number) for request in requests):

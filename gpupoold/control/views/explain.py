@@ -70,7 +70,12 @@ class Explainer(ModelPart):
         self._cache = cache
 
     async def why(self, name: str) -> Why:
-        """Explain a model or a request, by a part of an id too, of an HTTP request the first."""
+        """Explain a model or a request, by a part of an id too, of an HTTP request the first.
+
+        Raises:
+            NoSuchModel: no model or request has this name or id.
+            UsageError: several live requests match.
+        """
         row = await self._registry.get(name)
         if row is not None:
             return Why(model=self.model(row))

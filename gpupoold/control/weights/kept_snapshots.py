@@ -184,6 +184,8 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
 
     The name of a group's device begins with the number of its GPUs. A checkpoint counts by paths,
     sizes and modification times of its files, without hidden files.
+
+    Raises Failed: the checkpoint's folder cannot be read.
     """
     try:
         files = sorted(_checkpoint_files(model.path))

@@ -207,7 +207,12 @@ class WorkerSupervisor:
                 host.move(HostEvent.UNLOADED)
 
     async def give_snapshot(self, worker: Worker, name: str, snapshot: CachedSnapshot) -> None:
-        """Attach a snapshot of the right layout to a model on a worker; return when attached."""
+        """Attach a snapshot of the right layout to a model on a worker; return when attached.
+
+        Raises:
+            Failed: the worker cannot map or pin the snapshot, or is down.
+            TimedOut: the worker did not answer.
+        """
         if not worker.is_ready:
             raise Failed(f"worker {worker.number} is {worker.state}")
         host = self._hosts.of(name, worker.number)
@@ -238,7 +243,13 @@ class WorkerSupervisor:
     async def call(
         self, worker: Worker, method: str, /, *, limit_s: float | None = None, **arguments: object
     ) -> object:
-        """Run an operation between two steps, by default within the time of a load."""
+        """Run an operation between two steps, by default within the time of a load.
+
+        Raises:
+            Unavailable: the worker starts, or is down or parked.
+            GpupoolError: the operation's error.
+            TimedOut: no answer within ``limit_s``.
+        """
         if not worker.is_ready:
             raise Unavailable(f"worker {worker.number} is {worker.state}")
         call_id = worker.calls.next_id()

@@ -148,7 +148,10 @@ class BatchApi:
         self._uploads = Uploads(bounds.max_file_bytes)
 
     async def serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request to a path of files or batches."""
+        """Answer a request to a path of files or batches.
+
+        Raises ApiError: the request is wrong, or there is no room. Failed, OSError: the disk fails.
+        """
         method, path = scope["method"], scope["path"]
         prefix = FILES if path.startswith(FILES) else BATCHES
         item_id, _, action = path[len(prefix) :].removeprefix("/").partition("/")
@@ -197,7 +200,10 @@ class BatchApi:
         return file_object(row)
 
     async def _check_room(self, caller: Caller, num_bytes: int) -> None:
-        """Check that a file of this size may be added, before the file is read."""
+        """Check that a file of this size may be added, before the file is read.
+
+        Raises ApiError: 413 or 429; the file exceeds a bound.
+        """
         if num_bytes > self._bounds.max_file_bytes + MAX_FORM_BYTES:
             raise too_large(self._bounds.max_file_bytes)
         had = await self._store.account(caller.key_id)

@@ -140,7 +140,7 @@ _body_decoder = msgspec.json.Decoder(_Body)
 
 
 def parse_line(text: bytes, endpoint: str) -> BatchLine:
-    """Return the request of a line."""
+    """Return the request of a line. Raises LineProblem: the line is no request to ``endpoint``."""
     if text.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
         raise LineProblem("invalid_json_line", "the file is in UTF-16: write it in UTF-8")
     try:
@@ -172,7 +172,7 @@ def lines_of(path: Path, endpoint: str, skip: frozenset[int]) -> Iterator[tuple[
 
 
 def check_lines(path: Path, endpoint: str, max_requests: int) -> Iterator[CheckedLine]:
-    """Yield the verdict on each line that is not empty."""
+    """Yield the verdict on each line that is not empty. Raises OSError: the file cannot be read."""
     known: set[str] = set()
     is_empty = True
     for place, (number, text) in enumerate(_numbered(path)):

@@ -76,7 +76,10 @@ class BatchService:
             await store.close()
 
     async def serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request to a path of files or batches."""
+        """Answer a request to a path of files or batches.
+
+        Raises ApiError: the request is wrong, there is no room, or the disk fails.
+        """
         if self._api is None:
             raise starting()
         try:

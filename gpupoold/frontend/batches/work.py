@@ -111,7 +111,7 @@ class BatchWorker:
         return "expired" if time.time() >= row.expires_at else None
 
     async def bring_on(self, row: BatchRow) -> None:
-        """Bring a batch to its next status."""
+        """Bring a batch to its next status. Raises Failed, OSError: the disk fails."""
         end = self.why_stop(row)
         if end is None and row.status == "validating":
             await self._validate(row)

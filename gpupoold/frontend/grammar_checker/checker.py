@@ -58,7 +58,7 @@ class GrammarChecker:
         self._poll.register(sock, select.POLLIN)
 
     def serve(self) -> None:
-        """Check grammars until the frontend is gone."""
+        """Check grammars until the frontend is gone. Raises ChannelClosed: the frontend is gone."""
         while True:
             first_s = min((trial.deadline_s for trial in self._trials.values()), default=None)
             wait_s = None if first_s is None else max(0.0, first_s - time.monotonic())

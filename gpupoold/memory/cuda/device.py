@@ -239,7 +239,10 @@ class CudaDevice(Device):
         self.pinned.on_change = on_change
 
     def unpin(self, address: int, num_bytes: int) -> None:
-        """Unpin a range, after the copies started earlier have finished."""
+        """Unpin a range, after the copies started earlier have finished.
+
+        Raises ValueError: the range is another than that of ``pin``.
+        """
         self.synchronize()
         self.pinned.unpin(address, num_bytes)
 

@@ -71,6 +71,8 @@ class CudaDriver:
 
     Handles, addresses and streams are ints. Every method raises :class:`CudaError`. Copies and
     fills are asynchronous. ``sleep`` waits for seconds between attempts.
+
+    Raises Failed: the package is not installed.
     """
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -115,7 +115,10 @@ class OrderBook:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def send(self, method: str, *arguments: Any) -> int:
-        """Order all followers to call a method; return the number of orders with this one."""
+        """Order all followers to call a method; return the number of orders with this one.
+
+        Raises RankLost: a follower has ended.
+        """
         with self._lock:
             self._send(method, arguments)
             return self.num_sent
@@ -164,7 +167,12 @@ class OrderCount:
 
 
 def run_orders(link: Link, receivers: Sequence[object], done: OrderCount) -> None:
-    """Call the ordered methods of ``receivers`` until RankLost; count the orders in ``done``."""
+    """Call the ordered methods of ``receivers`` until RankLost; count the orders in ``done``.
+
+    Raises:
+        RankLost: the leader has ended.
+        Exception: an order failed.
+    """
     while True:
         (method, arguments), fds = link.receive()
         if method == _CONFIRM:
@@ -175,7 +183,10 @@ def run_orders(link: Link, receivers: Sequence[object], done: OrderCount) -> Non
 
 
 def run_files(link: Link, receivers: Sequence[object], done: OrderCount) -> None:
-    """Call methods of ``receivers`` after the orders sent before; answer with errors or ""."""
+    """Call methods of ``receivers`` after the orders sent before; answer with errors or "".
+
+    Raises RankLost: the leader has ended.
+    """
     while True:
         (num_orders, method, arguments), fds = link.receive()
         done.wait_for(num_orders)

@@ -12,6 +12,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 WINDOW = 256  # latest requests that count, per class
 MAX_MODELS = 1024
@@ -106,7 +107,8 @@ class _ModelHistory:
     __slots__ = ("classes", "recent")
 
     def __init__(self, window: int) -> None:
-        self.classes: defaultdict[int, RecentLengths] = defaultdict(lambda: RecentLengths(window))
+        make = partial(RecentLengths, window)  # a log of events pickles the core
+        self.classes: defaultdict[int, RecentLengths] = defaultdict(make)
         self.recent = RecentLengths(window)
 
 

@@ -62,7 +62,10 @@ def parse_size_bytes(text: str) -> int:
 
 
 def exact_size(num_bytes: int) -> str:
-    """Return the shortest text without a fraction that ``parse_size_bytes`` reads as this size."""
+    """Return the shortest text without a fraction that ``parse_size_bytes`` reads as this size.
+
+    ``num_bytes`` is at most 8 PiB.
+    """
     found = [
         f"{num_bytes // unit_bytes}{name}"
         for name, unit_bytes in _SIZE_NAMES.items()

@@ -1,7 +1,7 @@
 """The scheduling core: one state, events in, actions out.
 
-The daemon and the simulator run this object. The core does no I/O and reads no clock. Only the core
-changes the state, so a policy cannot corrupt the state.
+The daemon and the simulator run this object. The core does no I/O and reads no clock. The policy
+decides; only the core changes the state, so a policy cannot corrupt the state.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ class Core:
         """Apply events and decide; the actions are to be carried out in order.
 
         Events about requests, turns and devices that have ended are ignored, because messages may
-        cross. ``now_s`` never decreases. Raises UnknownName for a model or device that was never
-        added, and ValueError for a live request that arrives.
+        cross. ``now_s`` never decreases.
+
+        Raises:
+            UnknownName: a model or device was never added.
+            ValueError: a request arrived with the id of a live request.
         """
         self._actions = []
         for event in events:
@@ -227,7 +230,11 @@ class Core:
         return round(tokens if event.max_tokens is None else min(tokens, event.max_tokens))
 
     def _learn_length(self, request: Request) -> None:
-        """Record the length of a complete answer, unless cut off before the expected length."""
+        """Record the length of a complete answer.
+
+        An answer cut off by its limit before the expected length is left out, because its natural
+        length is unknown.
+        """
         lengths, name = self.state.lengths, request.model.name
         limit = math.inf if request.max_tokens is None else request.max_tokens
         is_cut_off = request.num_tokens >= limit
@@ -276,7 +283,11 @@ class Core:
                     self._migrate_batch_out(batch, now_s)
 
     def _migrate_batch_out(self, batch: Batch, now_s: float) -> None:
-        """Migrate a model's answers; after one that had to stay, those as large stay untried."""
+        """Migrate the answers of a model away.
+
+        After an answer that had to stay, later answers that need as much KV memory stay too, so
+        that full devices are not asked for each of many answers.
+        """
         stayed_bytes, stayed_s = math.inf, math.inf
         for request in list(batch.requests.values()):
             need_bytes = request.kv_need_bytes
@@ -287,6 +298,7 @@ class Core:
                 stayed_bytes, stayed_s = need_bytes, request.arrival_s
 
     def _try_migrate(self, request: Request, target: DeviceState, rule: Rule) -> None:
+        """Migrate a decoding request, unless to its own device or to a device without memory."""
         is_elsewhere = target.number != request.device
         if request.phase is RequestPhase.DECODING and is_elsewhere and admits(target, request):
             self._migrate(request, target, rule)
@@ -368,6 +380,7 @@ class Core:
             self._actions.append(Send(request.id, device.number))
 
     def _plan(self, device: DeviceState, now_s: float) -> None:
+        """Decide on the present and the next turn of a device; emit an action after a change."""
         admit(device, now_s)
         if device.queued:
             self._send(device, now_s)
@@ -442,8 +455,8 @@ def _remove(request: Request, device: DeviceState) -> None:
 def _learn_step(batch: Batch, event: e.Stepped) -> None:
     """Correct the model's predicted step time, for this kind of device, by a measured step.
 
-    The prediction is that for the requests in the step: others of the batch wait for prefill or KV.
-    For several steps, ``step_s`` is the time of the middle step.
+    The measurement is compared with the prediction for the requests in the step: other requests of
+    the batch wait for prefill or KV. For several steps, ``step_s`` is the time of the middle step.
     """
     assert event.step_s is not None
     ran = [batch.requests[key] for key in event.request_ids if key in batch.requests]

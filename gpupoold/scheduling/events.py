@@ -1,4 +1,4 @@
-"""Events and actions of the scheduling core; all events replayed restore the state.
+"""Events and actions of the scheduling core. Plain data: all events replayed restore the state.
 
 Instants are seconds of any one monotonic clock.
 """
@@ -19,7 +19,7 @@ class ModelCosts:
 
     A prefill of ``t`` tokens takes ``base + t * token + t^2 * token2`` seconds, a decode step of
     ``n`` sequences with ``c`` tokens of context in total ``base + n * sequence + c * context``. The
-    defaults are a guess for an unmeasured model.
+    defaults are a guess for an unmeasured model; the core corrects steps by observation.
     """
 
     prefill_base_s: float = 0.02
@@ -42,12 +42,17 @@ class ModelCosts:
         )
 
     def chunk_s(self, done_tokens: int, num_tokens: int) -> float:
-        """Return the seconds that ``num_tokens`` more prompt tokens add to a step."""
+        """Return the seconds that ``num_tokens`` more prompt tokens add to a step.
+
+        See :meth:`mixed_step_s` of :class:`.LatencyModel`.
+        """
         tokens2 = num_tokens * (num_tokens + 2 * done_tokens)
         return num_tokens * self.prefill_token_s + tokens2 * self.prefill_token2_s
 
     def step_s(self, batch_size: int, context_tokens: int) -> float:
-        """Return the seconds of a decode step with ``context_tokens`` in total."""
+        """Return the seconds of a decode step of ``batch_size`` sequences with
+        ``context_tokens`` in total.
+        """
         return (
             self.decode_base_s
             + batch_size * self.decode_sequence_s
@@ -82,7 +87,11 @@ def costs_of(latency: LatencyModel) -> ModelCosts:
 
 @dataclass(frozen=True, slots=True)
 class ModelAdded:
-    """A model can have requests; a pooling result counts as a first token. Replaces the former."""
+    """A model can have requests; a repeated event replaces the description.
+
+    Requests of a model without a device are held. A model that does not generate makes one result
+    per prompt, which counts as a first token.
+    """
 
     model: str
     targets: Targets
@@ -112,8 +121,9 @@ class DeviceUp:
     """A device can serve: bytes for weights and KV, and the bandwidth of copies to the device.
 
     ``prefetches``: the device brings in the next model during a turn. ``kv_host_bytes``: host
-    memory for offloaded KV, None for no limit. Devices of one ``kind`` are equally fast and share
-    measured step times. ``far_share`` of the bandwidth is left to copies from another NUMA node.
+    memory for offloaded KV, None for no limit, so that no request ever waits for KV memory. Devices
+    of one ``kind`` are equally fast and share measured step times. ``far_share`` of the bandwidth
+    is left to copies from memory of another NUMA node.
     """
 
     device: int
@@ -145,7 +155,9 @@ class RoleSet:
 
 @dataclass(frozen=True, slots=True)
 class DrainSet:
-    """A device gets no new requests and migrates its requests where possible, or so no longer."""
+    """A device drains: gets no new requests and migrates its requests where possible; or the
+    drain ends.
+    """
 
     device: int
     is_draining: bool
@@ -181,7 +193,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """Engine and snapshot are at hand; ``costs`` are for the kind, None for ``ModelAdded``'s."""
+    """A device can run a model: the engine exists, and the snapshot is in host memory.
+
+    ``costs`` hold for devices of the same kind; None means the costs of ``ModelAdded``.
+    """
 
     device: int
     model: str
@@ -198,7 +213,10 @@ class Unhosted:
 
 @dataclass(frozen=True, slots=True)
 class Hostable:
-    """The devices that load the model's engine, or could load it, in place of those before."""
+    """The devices that do not run a model yet: they load the engine now, or could load the engine.
+
+    Replaces the devices of the model's earlier event.
+    """
 
     model: str
     devices: tuple[int, ...]
@@ -209,8 +227,9 @@ class Arrived:
     """A request has arrived.
 
     Only a simulator knows ``output_tokens``, for policies with an oracle. ``num_tokens`` of the
-    answer exist from a lost device, and are prefilled with the prompt. The answer has at most
-    ``max_tokens``, None for no limit. A ``ttft_s`` of None means the model's target.
+    answer exist from a lost device: these tokens are prefilled with the prompt, but belong to the
+    answer. The answer has at most ``max_tokens``, None for no limit. A ``ttft_s`` of None means the
+    model's target.
     """
 
     request_id: str
@@ -249,7 +268,10 @@ class PromptCached:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A migrated request can continue with ``num_tokens``, None if unchanged."""
+    """A migrated request can continue: the KV is in host memory for the new device.
+
+    ``num_tokens`` of its answer exist now, None if unchanged.
+    """
 
     request_id: str
     num_tokens: int | None = None
@@ -257,7 +279,11 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request has ended, by itself or at its limit if ``is_complete``, else cut short."""
+    """A request has ended.
+
+    ``is_complete``: the answer ended by itself or at the request's limit. The length of a
+    cancelled, failed or lost answer is no sample of answer lengths.
+    """
 
     request_id: str
     is_complete: bool = True
@@ -339,8 +365,9 @@ class Migrate:
 class StartTurn:
     """The present turn of a device, and the next model, to be prefetched meanwhile.
 
-    A turn with the present id may change its quota, counted from the turn's start. With ``then``
-    None the turn continues past its quota, else the device prepares for ``then`` at its end.
+    A turn with the id of the present turn may change its quota, counted from the turn's start. With
+    ``then`` None the turn continues past its quota. A device whose turn ends prepares for ``then``
+    at once, without waiting for orders.
     """
 
     device: int

@@ -19,7 +19,11 @@ class Victim(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PageHolding:
-    """The pages of one model; KV beyond ``movable_kv_pages``, if set, has no place on the host."""
+    """The pages of one model on the device.
+
+    ``idle_s`` is the time since the last use. ``movable_kv_pages`` is the live KV for which the
+    host has memory, None for all.
+    """
 
     model: str
     num_live: int

@@ -1,9 +1,9 @@
 """Hosting: the devices that have the engine of a model. Pure.
 
-An engine takes memory outside the device's pages, and a device has a limit for the sum. As long as
-all engines fit, every device hosts every model. Otherwise a model has at least one device, and
-further devices while memory is left or requests would be late; idle engines are evicted for others,
-first those whose model has another device.
+An engine takes memory outside the device's pages (graphs, workspaces, allocator), and a device has
+a limit for the sum. As long as all engines fit, every device hosts every model. Otherwise a model
+has at least one device, and further devices while memory is left or requests would be late; idle
+engines are evicted for others, first those whose model has another device.
 """
 
 from __future__ import annotations
@@ -254,13 +254,13 @@ def _of_role(
 def victims(model: HostingModel, device: HostingDevice, reason: HostingReason) -> list[str] | None:
     """Return the models whose engines make place for a model's engine, the least useful first.
 
-    A single engine that the model takes over is enough. Empty if there is
-    enough memory, None if too little can be freed. Engines chosen by hand and busy engines stay,
-    except that the ``SHARED`` engine of the family leaves if no idle engines are enough. A
-    spare engine replaces no other. A planned home replaces only engines of models that have another
-    home, and another device or no use for ``HOME_IDLE_S``; ``ROLE`` and ``PROMPTS`` replace only
-    engines without use for ``ROLE_IDLE_S`` and ``PROMPTS_IDLE_S``; late requests replace only
-    engines of models that have another device and were not used for ``LATE_IDLE_S``.
+    A single engine that the model takes over is enough. Empty if there is enough memory, None if
+    too little can be freed. Engines chosen by hand and busy engines stay, except that the
+    ``SHARED`` engine of the family leaves if no idle engines are enough. A spare engine replaces no
+    other. A planned home replaces only engines of models that have another home, and another device
+    or no use for ``HOME_IDLE_S``; ``ROLE`` and ``PROMPTS`` replace only engines without use for
+    ``ROLE_IDLE_S`` and ``PROMPTS_IDLE_S``; late requests replace only engines of models that have
+    another device and were not used for ``LATE_IDLE_S``.
     """
     short_bytes = device.short_bytes(model.need(device.number))
     if not short_bytes:
@@ -307,7 +307,10 @@ def shared(model: HostingModel, device: HostingDevice) -> str:
 
 
 def slack_of(deadlines_s: Iterable[float], now_s: float) -> float:
-    """Return the seconds to the first deadline, infinite if all have passed."""
+    """Return the seconds to the first deadline, infinite if all have passed.
+
+    Requests that are late are no reason to take an engine from others, as for planned turns.
+    """
     return min((at_s for at_s in deadlines_s if at_s >= now_s), default=math.inf) - now_s
 
 
@@ -324,8 +327,9 @@ def slack_on(device: DeviceState, name: str, now_s: float) -> float:
 def served_s(since_s: float, signs_s: Iterable[float], now_s: float) -> float:
     """Return the seconds for which an engine has served its model, since ``since_s``.
 
-    ``signs_s`` are the times of each request's arrival or latest token. 0 while requests from
-    before have no token since: their computed prompts could be lost again and again.
+    ``signs_s`` are the times of the arrival or the latest token of each request. 0 while requests
+    from before have no token since: what their prompts have computed could be lost again and again,
+    if their KV is not kept.
     """
     in_use_s = now_s - since_s
     is_silent = any(sign_s < since_s for sign_s in signs_s)
@@ -346,7 +350,11 @@ def idle(device: HostingDevice) -> HostingDevice:
 def hostable_change(
     state: State, model: HostingModel, devices: Sequence[HostingDevice]
 ) -> Hostable | None:
-    """Return the devices with, or once idle able to load, the engine; None if as known."""
+    """Return the devices that load the model's engine, and those that could become its home.
+
+    ``devices`` are as if their requests had ended (``idle``). None for the devices in ``state``, or
+    an unknown model.
+    """
     known = state.models.get(model.name)
     if known is None:
         return None
@@ -399,7 +407,11 @@ def _usefulness(engine: HostedEngine) -> tuple[bool, bool, float]:
 
 
 def _sorted(model: HostingModel, devices: Sequence[HostingDevice]) -> list[HostingDevice]:
-    """Sort devices: an engine to take over, the planned home, no evictions, little work."""
+    """Return the devices: those with an engine to take over, which needs no load, then the planned
+    home, then those without evictions and with little work.
+
+    Among devices without work, those are first with few models that have no other device.
+    """
 
     def cost(device: HostingDevice) -> tuple[bool, bool, bool, bool, int, int, int, int]:
         evicted = victims(model, device, HostingReason.NEEDED) or []

@@ -1,8 +1,9 @@
 """What was observed of requests: output lengths, arrivals, and tokens found in the prefix cache.
 
-Output lengths are predicted by the mean of requests of the same model with a similar prompt length
-(Aladdin, section 2, appendix D): crude for one request but unbiased, so that errors cancel within a
-batch. Memory is bounded: a window of recent lengths per class of recently used models.
+Output lengths are predicted by the mean of similar requests (Aladdin, section 2, appendix D).
+Similar means the same model and a similar prompt length. The mean is crude for one request but
+unbiased, so that errors cancel within a batch. Memory is bounded: a window of recent lengths per
+class of each recently used model.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class RequestClass:
 
 
 def prompt_class(num_prompt_tokens: int) -> int:
-    """Return the class of a prompt length: the exponent of the next power of two, at most 17."""
+    """Return the class of a prompt length: the exponent of the next power of two, at most 17.
+
+    Raises ValueError for a negative length.
+    """
     if num_prompt_tokens < 0:
         raise ValueError(f"a prompt has no negative length, got {num_prompt_tokens}")
     return min(max(num_prompt_tokens - 1, 0).bit_length(), NUM_PROMPT_CLASSES - 1)
@@ -89,7 +93,11 @@ class RecentLengths:
         self._next = (self._next + 1) % self._window
 
     def mean(self, prior_tokens: float, prior_requests: float) -> float:
-        """Return the mean of the window and of ``prior_requests`` of ``prior_tokens``."""
+        """Return the mean of the window and of ``prior_requests`` further requests of
+        ``prior_tokens``.
+
+        Raises ValueError if both are empty.
+        """
         num_requests = len(self._lengths) + prior_requests
         if not num_requests:
             raise ValueError("there is no mean without lengths or a prior")
@@ -114,7 +122,10 @@ class _ModelHistory:
 
 @dataclass(slots=True)
 class OutputLengthPredictor:
-    """Predicts output lengths from finished requests, of which ``window`` count in each class."""
+    """Predicts output lengths from finished requests.
+
+    ``window`` is the number of requests that count in each class.
+    """
 
     default_tokens: float = DEFAULT_OUTPUT_TOKENS
     window: int = WINDOW
@@ -128,7 +139,11 @@ class OutputLengthPredictor:
         return len(self._models)
 
     def predict(self, model: str, num_prompt_tokens: int) -> float:
-        """Return the expected output tokens, from the class's mean shrunk towards the model's."""
+        """Return the expected output tokens.
+
+        The mean of the class is shrunk towards the model's mean while samples are few, and the
+        model's mean towards the default.
+        """
         length_class = prompt_class(num_prompt_tokens)
         history = self._models.get(model)
         if history is None:
@@ -140,8 +155,9 @@ class OutputLengthPredictor:
     def predict_again(self, model: str, num_prompt_tokens: int, num_output_tokens: int) -> float:
         """Return the expected output tokens of a request that already has ``num_output_tokens``.
 
-        The mean of longer answers in the class, else of the model, else twice the present length,
-        so that a request is predicted anew only a few times.
+        The result is the mean of longer answers in the class, else of the model. Without longer
+        answers the result is twice the present length, so that a request is predicted anew only a
+        few times.
         """
         length_class = prompt_class(num_prompt_tokens)
         history = self._models.get(model)
@@ -154,7 +170,10 @@ class OutputLengthPredictor:
         return expected if expected > num_output_tokens else max(1.0, 2.0 * num_output_tokens)
 
     def observe(self, model: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Record a request that ended by itself; aborted requests must be left out."""
+        """Record a request that ended by itself; aborted requests must be left out.
+
+        Raises ValueError for a negative length.
+        """
         if num_output_tokens < 0:
             raise ValueError(f"an output has no negative length, got {num_output_tokens}")
         length_class = prompt_class(num_prompt_tokens)
@@ -203,7 +222,10 @@ class _Bucket:
 
 
 class ArrivalWindow:
-    """The requests of about the last ``window_s``, with sums of their expected lengths."""
+    """The requests of about the last ``window_s``, with their expected lengths.
+
+    Sums are updated as requests enter and leave the window, so that reading is cheap.
+    """
 
     def __init__(self, window_s: float = RECENT_S) -> None:
         self._window_s = window_s
@@ -254,6 +276,7 @@ class ArrivalWindow:
         return rates
 
     def _forget(self, now_s: float) -> int:
+        """Drop the buckets that began before the window; return the number of the last one."""
         last = math.floor((now_s - self._window_s) / self._bucket_s)
         while self._buckets and self._buckets[0].number <= last:
             for (model, length_class), gone in self._buckets.popleft().sums.items():
@@ -283,8 +306,10 @@ class Arrivals:
 class _Seen:
     """Tokens of recent prompts of a class, and those of them that were cached.
 
-    The share is a wrong prediction for most single requests, whose prompt is either new or mostly
-    known, but right in the sum over the prompts that wait for a device.
+    The share of similar requests is a prediction that is wrong for most single requests, whose
+    prompt is either new or mostly known, but right in the sum over the prompts that wait for a
+    device. As for lengths of answers, similar means the same model and a similar prompt length:
+    later turns are longer.
     """
 
     prompt_tokens: float = 0.0

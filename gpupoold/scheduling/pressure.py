@@ -26,8 +26,9 @@ _NUM_TARGETS = 4
 class ModelDemand:
     """A model's expected work on devices of one kind.
 
-    ``busy_share`` of the time has requests, ``load`` is the share of a device's time that keeps
-    these on target, ``window_s`` the time for which all requests can be ahead of their deadlines.
+    ``busy_share`` is the share of time with requests, ``load`` the share of a device's time that
+    keeps these on target, ``window_s`` the time for which the model can be left with all requests
+    ahead of their deadlines.
     """
 
     model: str
@@ -44,7 +45,10 @@ class ModelDemand:
 
 @dataclass(frozen=True, slots=True)
 class HomeDevice:
-    """A possible home; copies of models that are ``far`` get ``far_share`` of the bandwidth."""
+    """A possible home; ``demands`` by the names of the hosted models.
+
+    ``far_share`` of the bandwidth is left to copies of the models that are ``far``.
+    """
 
     number: int
     capacity_bytes: int
@@ -104,8 +108,8 @@ def switching_shares(device: HomeDevice, names: Sequence[str]) -> dict[str, floa
 def _switching(device: HomeDevice, demands: Sequence[ModelDemand]) -> float:
     """Return the share of time for switches to each model, and back to the ``hurried`` model.
 
-    That has the shortest window and a turn after each turn of another. If the window is shorter
-    than the absence, the answers are late in the meantime: lost time too.
+    The latter has the shortest window and a turn after each turn of another model. If the window is
+    shorter than the absence, the answers are late in the meantime: lost time too.
     """
     if len(demands) < 2 or sum(demand.num_bytes for demand in demands) <= device.capacity_bytes:
         return 0.0
@@ -134,6 +138,7 @@ def _idle_without(demand: ModelDemand, demands: Sequence[ModelDemand], idle_shar
 
 
 def _absence_s(demand: ModelDemand, other: ModelDemand, device: HomeDevice) -> float:
+    """Return the seconds for a short turn of another model, with both switches."""
     return _copy_s(demand, other, device) + _copy_s(other, demand, device) + _LEAST_TURN_S
 
 
@@ -187,7 +192,10 @@ def _cost(device: HomeDevice, names: Iterable[str]) -> float:
 def _best_move(
     devices: Sequence[HomeDevice], placed: Mapping[int, Sequence[str]], threshold: float
 ) -> _Move | None:
-    """Return the best change of the most pressed devices with the least pressed: few are tried."""
+    """Return the best change that concerns the most pressed device with a good enough one.
+
+    Only the most and the least pressed devices are tried, which bounds the time.
+    """
     costs = {device.number: _cost(device, placed[device.number]) for device in devices}
     loads = {device.number: _load(device, placed[device.number]) for device in devices}
     least_gain = threshold * sum(costs.values())

@@ -49,7 +49,10 @@ _HOT_LOAD = 0.5
 def best_split(
     demand: Demand, num_devices: int, least_prefill: int = 1, most_prefill: int | None = None
 ) -> tuple[int, float]:
-    """Return the number of prefill devices that makes the busier stage least busy, and its load."""
+    """Return the number of prefill devices that makes the busier stage least busy, and its load.
+
+    Each stage keeps at least one device. Raises ValueError for less than two devices.
+    """
     if num_devices < 2:
         raise ValueError(f"stages need a device each, got {num_devices} devices")
     low = max(1, least_prefill)
@@ -131,6 +134,7 @@ class RolePlanner:
         return best if gain > _WORTHWHILE else present
 
     def _fit_together(self, models: Sequence[Model], usable: Sequence[DeviceState]) -> bool:
+        """Return whether every device can hold all requested models at once, with KV."""
         weight_bytes = sum(model.weight_bytes for model in models)
         numbers = {device.number for device in usable}
         room_bytes = min(device.up.capacity_bytes for device in usable) * (1 - _KV_SHARE)
@@ -191,7 +195,10 @@ def covers(
 def _nearer(
     usable: Sequence[DeviceState], wanted: int | None
 ) -> Iterable[tuple[DeviceState, Role]]:
-    """Return changes of free devices towards ``wanted`` prefill devices, idle ones first."""
+    """Return changes of free devices towards ``wanted`` prefill devices, cheapest first.
+
+    Answers must migrate when a device begins to prefill, so the device with the fewest changes.
+    """
     free = sorted(
         (device for device in usable if not device.is_role_fixed),
         key=lambda device: (device.num_requests, device.number),
@@ -208,7 +215,11 @@ def _nearer(
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Work by stage as a number of devices, before rounding."""
+    """Work by stage as a number of devices, before rounding.
+
+    Covers the arrivals by model and class of prompt length; a device's capacity follows from the
+    model's costs.
+    """
 
     prefill: float = 0.0
     decode: float = 0.0
@@ -258,6 +269,7 @@ def batch_velocity(speed: Speed, tbt_s: float, kind: RequestClass, room_tokens: 
 def _largest_batch(
     speed: Speed, tbt_s: float, held_tokens: float, room_tokens: float
 ) -> tuple[float, float]:
+    """Return the largest on-time batch of answers with this context, and its step time."""
     base_s = speed.step_s(0, 0)
     each_s = max(speed.step_s(1, round(held_tokens)) - base_s, 1e-9)
     batch_size = max(1.0, (_TBT_SHARE * tbt_s - base_s) / each_s)
@@ -268,7 +280,10 @@ def _largest_batch(
 def decoding_now(
     state: State, model: Model, capacity_bytes: int, kind: str = "", others_s: float = 0.0
 ) -> float:
-    """Return the devices for the present answers; those that ended first are too short a sample."""
+    """Return the devices needed by the present answers, for devices of a kind.
+
+    Arrivals alone underestimate until long answers have ended: the first answers to end are short.
+    """
     num_answers, tokens = 0, 0
     for number in model.hosts:
         device = state.devices[number]
@@ -289,7 +304,11 @@ def demands_on(
     device: DeviceState,
     sharing: Collection[str] = (),
 ) -> list[Demand]:
-    """Return the models' demands for such a device; models in ``sharing`` decode in turns."""
+    """Return the demand of each known model for devices like ``device``.
+
+    The models in ``sharing`` decode in turns: between two tokens of one, the weights of all are
+    read.
+    """
     capacity_bytes, kind = device.up.capacity_bytes, device.up.kind
     bandwidth = device.bandwidth_bytes_per_s
     bases_s = {name: state.models[name].speed(kind).step_s(0, 0) for name in sharing}
@@ -340,7 +359,11 @@ def prefillers_load(token_rate: float, prefill: float, network: float = math.inf
 def decoders_load(
     rates_rps: Mapping[RequestClass, float], velocities: Mapping[RequestClass, float]
 ) -> float:
-    """Return the decode devices needed (equation 3): arriving tokens over drain rates, by class."""
+    """Return the needed decode devices before rounding (equation 3).
+
+    The sum over classes of arriving tokens, prompt and output, divided by the class's decode
+    velocity. Raises ValueError for a class with arrivals and no velocity.
+    """
     missing = [kind for kind in rates_rps if kind not in velocities]
     if missing:
         raise ValueError(f"no decode velocity for {missing[0]}; measure or estimate it first")

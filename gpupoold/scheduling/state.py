@@ -1,4 +1,7 @@
-"""The state of the scheduling core: models, devices, live requests and their phases."""
+"""The state of the scheduling core: models, devices, live requests and their phases.
+
+Data and lookups only.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +59,8 @@ class Model:
     """A model and its speed per kind of device; ``costs`` hold for kinds without their own.
 
     A model that does not generate has no decode steps. ``revision`` increases with each change of
-    targets, costs or a ratio. ``hosts`` have its engine, ``hostable`` devices load or could load
-    it.
+    targets, costs or a ratio. ``hosts`` have its engine, ``hostable`` devices load the
+    engine or could load the engine.
     """
 
     name: str
@@ -89,7 +92,11 @@ class Model:
     def kv_need_bytes(
         self, num_requests: int, prompt_tokens: int, context_tokens: int, answer_tokens: int
     ) -> float:
-        """Return the KV to reserve: expected answers, and half of those beyond what exists."""
+        """Return the bytes of KV to reserve for requests with ``context_tokens`` in total.
+
+        Each request needs memory for its expected answer, and at least for half of it beyond its
+        present length, because an answer beyond its expected length keeps growing.
+        """
         tokens = max(prompt_tokens + answer_tokens, context_tokens + answer_tokens / 2)
         return (tokens + num_requests * _KV_BLOCK_TOKENS) * self.kv_bytes_per_token
 
@@ -145,7 +152,11 @@ def phase_after(phase: RequestPhase, trigger: Trigger, request: str) -> RequestP
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A live request, held without a device; the answer has about ``expected_tokens``."""
+    """A live request. ``device`` is None while held.
+
+    ``expected_tokens`` is the expected length of its answer at arrival, at most ``max_tokens``;
+    ``rule`` chose its device.
+    """
 
     id: str
     model: Model
@@ -170,7 +181,9 @@ class Request:
         return self.arrival_s + self.ttft_s - self.model.targets.ttft_s
 
     def goes_before(self, other: Request) -> bool:
-        """Return whether the request precedes another of its model and of other priority."""
+        """Return whether the request precedes another of its model in a queue; false for equal
+        priority.
+        """
         if self.priority is other.priority:
             return False
         lead = HEAD_START[self.priority] - HEAD_START[other.priority]
@@ -211,9 +224,10 @@ class Batch:
 
     ``kind`` is the device's kind, ``speed`` the model's speed on such devices. ``num_waiting`` need
     prefill of ``waiting_tokens`` in total with ``waiting_tokens2`` as sum of squares, beside
-    ``cached_tokens`` of their prompts; the others have ``context_tokens`` of KV. ``prompt_tokens``
-    and ``expected_tokens`` cover all requests. ``num_background`` requests are no load. The methods
-    keep the sums, so that costs are known without visiting the requests.
+    ``cached_tokens`` of their prompts; the others
+    have ``context_tokens`` of KV. ``prompt_tokens`` and ``expected_tokens`` cover all requests. The
+    methods keep the sums, so that costs are known without visiting the requests.
+    ``num_background`` requests run in time that others leave, and are no load.
     """
 
     model: Model
@@ -307,7 +321,9 @@ class Batch:
         return self.speed.step_s(len(self.requests), self.context_tokens)
 
     def prefill_s(self, speed: Speed | None = None) -> float:
-        """Return the seconds to prefill the waiting prompts, or with another ``speed``."""
+        """Return the seconds to prefill the waiting prompts; ``speed`` for another kind of
+        device.
+        """
         if not self.num_waiting:
             return 0.0
         costs = (speed or self.speed).costs
@@ -469,7 +485,11 @@ class DeviceState:
 
 @dataclass(slots=True, eq=False)
 class State:
-    """The whole state, changed by the core alone; ``lengths`` and ``cached`` predict tokens."""
+    """The whole state. Policies read the state; only the core changes the state.
+
+    ``lengths`` predicts answer lengths from finished answers, ``cached`` cached tokens of prompts;
+    ``arrivals`` has the demand.
+    """
 
     models: dict[str, Model] = field(default_factory=dict)
     devices: dict[int, DeviceState] = field(default_factory=dict)
@@ -495,7 +515,11 @@ class State:
         return [self.devices[number] for number in sorted(model.hosts)]
 
     def prefill_hosts(self, model: Model) -> list[DeviceState]:
-        """Return the hosts of a model that take prompts, or all: to wait would be worse."""
+        """Return the hosts of a model that take prompts, by number.
+
+        If all hosts drain, or if no host has the role, the other hosts are returned, because a wait
+        would be worse.
+        """
         hosts = self._open_hosts(model)
         return [host for host in hosts if host.role is not Role.DECODE] or hosts
 

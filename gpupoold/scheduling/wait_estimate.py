@@ -1,7 +1,8 @@
 """Why requests wait, and how long: a new request, and until answers have ended.
 
-The estimates use the planned turns, steps, prefills and switches of the policy ``gpupool`` and are
-rough for other policies.
+The estimates use the policy's own quantities: planned turns and their order
+(:mod:`.policies.planned_turns`), predicted steps, prefills and switches. The estimates fit the
+policy ``gpupool`` and are rough for other policies.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def _unbounded(request_id: str) -> int | None:
 class WaitingAnswer(NamedTuple):
     """A running or future answer: a token per ``pace_s`` after ``start_in_s``.
 
-    Of ``lengths``, sorted, of similar answers; has ``num_tokens`` of at most ``max_tokens``.
+    ``lengths`` are sorted lengths of similar answers; the answer has ``num_tokens`` now and at most
+    ``max_tokens``.
     """
 
     start_in_s: float
@@ -90,7 +92,10 @@ class Drain:
     num_ended: tuple[float, ...]
 
     def seconds_until(self, num: int) -> float | None:
-        """Return the time when ``num`` have ended, extrapolated; None without any answer."""
+        """Return the time when ``num`` have ended, extrapolated beyond the number of answers.
+
+        None without any answer.
+        """
         if not self.num_answers:
             return None
         rounds, last = divmod(num - 1, self.num_answers)
@@ -109,7 +114,10 @@ class Drain:
 
 
 def first_token_in_s(state: State, model: Model, prompt_tokens: int, now_s: float) -> float | None:
-    """Return the seconds to the first token of a new request; None without a device."""
+    """Return the seconds to the first token of a new request; None without a device.
+
+    Later requests that would precede the request are ignored.
+    """
     cached_tokens = state.cached.predict(model.name, prompt_tokens)
     newcomer = Request("", model, now_s, prompt_tokens, None, cached_tokens=cached_tokens)
     hosts = state.prefill_hosts(model)
@@ -126,7 +134,10 @@ def first_token_in_s(state: State, model: Model, prompt_tokens: int, now_s: floa
 
 
 def next_token_in_s(state: State, request: Request, now_s: float) -> float | None:
-    """Return the seconds to a live request's next token, None without a device or an end."""
+    """Return the seconds to a live request's next token.
+
+    None while no device can make the token, or while the request waits for a turn without an end.
+    """
     model = request.model
     if request.device is None:
         return first_token_in_s(state, model, request.context_tokens, now_s)
@@ -149,7 +160,11 @@ def next_token_in_s(state: State, request: Request, now_s: float) -> float | Non
 def drain_of(
     state: State, model: Model | None, now_s: float, max_tokens: MaxTokens = _unbounded
 ) -> Drain:
-    """Return the expected ends of answers of models with devices, as requests go on."""
+    """Return the expected ends of a model's answers, or of all, assuming that requests follow.
+
+    ``max_tokens`` returns a request's limit, None for no limit. Requests of models without a device
+    are left out.
+    """
     requests = [request for request in state.requests.values() if model in (None, request.model)]
     return _drain(requests, state, now_s, max_tokens)
 
@@ -210,7 +225,11 @@ def _start_and_pace(
 
 
 def _pace_s(device: DeviceState, model: Model) -> float:
-    """Return the seconds per token now: planned turns share time by the needs of batches."""
+    """Return the seconds between two tokens of an answer at the device's present load.
+
+    Planned turns give every batch the same lead, so the device's time is shared in proportion to
+    the needs of each batch.
+    """
     load = sum(_refilled_load(batch) for batch in device.working.values())
     new = [batch.model for name, batch in device.queued.items() if name not in device.working]
     load += sum(own_load(model, device) for model in new)
@@ -223,7 +242,10 @@ def _pace_s(device: DeviceState, model: Model) -> float:
 
 
 def _refilled_load(batch: Batch) -> float:
-    """Return the share for a batch whose ended requests, with prompts, are replaced by similar."""
+    """Return the device's share for a batch whose ended requests are replaced by similar ones.
+
+    The prompts of the replacements count too.
+    """
     model, num_requests = batch.model, len(batch.requests)
     steps_s = batch.step_s()
     prefill_s = batch.speed.costs.prefill_s(batch.prompt_tokens // num_requests)
@@ -234,7 +256,9 @@ def _refilled_load(batch: Batch) -> float:
 def _first_on(
     device: DeviceState, newcomer: Request, now_s: float, *, for_kv: bool = True
 ) -> float:
-    """Return the seconds to the first token here, with the wait for KV memory if ``for_kv``."""
+    """Return the seconds to the first token on this device, with the wait for KV memory if
+    ``for_kv``.
+    """
     model = newcomer.model
     wait_s = _kv_room_in_s(device, newcomer, now_s) if for_kv else 0.0
     works = work_of(device)
@@ -245,7 +269,10 @@ def _first_on(
 def _next_on(
     device: DeviceState, request: Request, mine: BatchWork, works: list[BatchWork], now_s: float
 ) -> float:
-    """Return the seconds to a request's next token on its device, whose work is ``works``."""
+    """Return the seconds to a request's next token on its device.
+
+    ``mine`` is its model's work including the request; ``works`` is all work.
+    """
     model, turn = mine.model, device.turn
     left_s = max(device.turn_began_s + turn.quota_s - now_s, 0.0) if turn else 0.0
     if is_background_turn(device) and not request.is_background:
@@ -275,6 +302,7 @@ def _after_others(
     left_s: float,
     now_s: float,
 ) -> float:
+    """Return the seconds until the turn: the present turn, and turns due earlier."""
     model = mine.model
     switch_s = device.switch_s(model)
     switching = switching_of(device, [*others, mine], _TUNING)
@@ -292,7 +320,11 @@ def _after_others(
 
 
 def _prefills_s(device: DeviceState, request: Request, mine: BatchWork, start_s: float) -> float:
-    """Return the seconds from ``start_s`` of the prefills before and of the request's own."""
+    """Return the seconds of its model's prefills up to the request's own, from ``start_s``.
+
+    The order is the policy's, see :mod:`.admission`. A request with tokens waits for all
+    prefills that are not deferred.
+    """
     working, speed = device.working.get(mine.model.name), mine.speed
     sent_s = working.prefill_s() if working else 0.0
     if request.phase is RequestPhase.SENT:
@@ -368,8 +400,10 @@ def _room_after_s(device: DeviceState, num_ended: int, now_s: float) -> float:
 class Wait(NamedTuple):
     """A request's place by arrival among those waiting for a first token on its device, from 1.
 
-    ``first_token_in_s`` is None if unknown. An estimate takes half a millisecond, so those between
-    the first and the last request of a *line*, a model's on a device, are interpolated.
+    Requests without a device have places of their own. ``first_token_in_s`` is None if unknown.
+
+    An estimate takes half a millisecond of a busy box, so only the first and the last request of a
+    *line*, the waiting requests of a model on a device, are estimated. The others are interpolated.
     """
 
     place: int
@@ -416,7 +450,11 @@ def waits_of(state: State, line: Line, now_s: float) -> Iterator[tuple[str, Wait
 
 
 class Standing(StrEnum):
-    """The place of a live request: the reason to wait, or the stage."""
+    """The place of a live request: the reason to wait, or the stage.
+
+    The rules are recorded at the time of the decision (:mod:`.rules`), and the queue of a device
+    comes from the policy. The times are estimates of this module.
+    """
 
     NO_DEVICE = "no-device"
     HELD = "held"
@@ -431,7 +469,10 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestExplanation:
-    """A request's place and rule, the time to the next token if known, and those ahead for KV."""
+    """The place of a request, the rule that chose the device, and the time to the next token.
+
+    The time is None if unknown. ``num_before`` requests are ahead in the queue for KV memory.
+    """
 
     standing: Standing
     device: int | None

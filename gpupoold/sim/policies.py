@@ -40,7 +40,10 @@ Choose = Callable[[Request, Sequence[DeviceState], float], tuple[DeviceState, Ru
 
 
 class PlacedOncePolicy(StayingPolicy):
-    """Every device does both stages, and no request moves later; ``choose`` returns one device."""
+    """Every device does both stages, and no request moves later.
+
+    ``choose`` returns one of the devices for a request that has arrived, and the deciding rule.
+    """
 
     def __init__(self, name: str, choose: Choose) -> None:
         super().__init__()

@@ -1,1 +1,4 @@
-"""Processes, sockets, and systemd: the operating system's side of the daemon."""
+"""Processes, sockets, and systemd: the operating system's side of the daemon.
+
+Owns no model, request or device.
+"""

@@ -77,7 +77,11 @@ _TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """The activity of one thread; ``requests`` has digests of ids, None means all of the model."""
+    """The activity of one thread.
+
+    ``requests`` has digests (:func:`digest`) of the requests' ids; None means all requests of
+    ``model`` on the worker.
+    """
 
     phase: ThreadPhase
     model: str
@@ -149,7 +153,10 @@ class ThreadSlot:
 
     @contextlib.contextmanager
     def doing(self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()) -> Iterator[None]:
-        """Write a phase for the context; an exception, which ends the worker, leaves it."""
+        """Write a phase for the duration of the context.
+
+        After an exception the slot stays: an unhandled exception ends the worker.
+        """
         before = self.phase, self._model, self._ids
         self.set(phase, model, ids)
         yield
@@ -172,7 +179,10 @@ class ThreadSlot:
 
 
 class ActivityPage:
-    """The slots of this process, private before :meth:`attach`."""
+    """The slots of this process: of the step thread, of its steps and their report, of others.
+
+    Before :meth:`attach` the slots are in private memory.
+    """
 
     def __init__(self) -> None:
         # Private, so that a process forked later has a separate page.
@@ -192,7 +202,11 @@ class ActivityPage:
     def beside(
         self, phase: ThreadPhase, model: str = "", ids: Sequence[str] = ()
     ) -> Iterator[None]:
-        """Write a phase of another thread; waits for a slot, of which grammars have their own."""
+        """Write a phase of a thread other than the step thread for the duration of the context.
+
+        Waits while all slots are taken. Grammars have separate slots, so copies never wait for
+        grammars.
+        """
         free = self._free_of_grammars if phase is ThreadPhase.GRAMMAR else self._free
         slot = free.get()
         slot.set(phase, model, ids)
@@ -203,18 +217,28 @@ class ActivityPage:
             free.put(slot)
 
     def begin_scheduling(self, model: str) -> None:
-        """Write, outside other phases, that any request of the model may come into a step."""
+        """Write that any request of the model may come into a step, until ``begin_step``.
+
+        No effect during another phase of the step thread.
+        """
         if self.main.phase == ThreadPhase.IDLE:
             self.main.set(ThreadPhase.STEP, model, None)
 
     def begin_step(self, model: str, ids: Sequence[str]) -> None:
-        """Write the start of a step; the requests of the previous step stay in the other slot."""
+        """Write the start of a step with these requests.
+
+        The previous step may still run: its requests stay in the other slot of steps.
+        """
         self._steps.reverse()
         self._steps[0].set(ThreadPhase.STEP, model, ids)
         self._end_scheduling()
 
     def begin_report(self, model: str, ids: Sequence[str]) -> None:
-        """Write in a separate slot that results are reported, until ``end_report``."""
+        """Write that the results of a step are reported, until ``end_report``.
+
+        After an exception the slot stays. The slot is a separate one, because the requests of
+        successive steps are mostly the same.
+        """
         self._report.set(ThreadPhase.STEP, model, ids)
 
     def end_report(self) -> None:

@@ -1,9 +1,12 @@
 """``python -m gpupoold.system.fork_server``: imports vLLM, then forks the daemon's children.
 
 Importing vLLM takes ten seconds of a core; forking a process with vLLM takes milliseconds and
-shares memory. The idea is that of ``multiprocessing.forkserver``, whose children run a function
-instead of a module with arguments and a log. The process has one thread, no signal handler and no
-open file except the channel, so that a fork copies nothing unwanted.
+shares memory. A dead worker is ready again after half a second (``docs/failures.md``). The idea is
+that of the standard library's ``multiprocessing.forkserver``, whose children run a function instead
+of a module with arguments and a log.
+
+The process has one thread, no signal handler and no open file except the channel, so that a fork
+copies nothing unwanted.
 """
 
 from __future__ import annotations
@@ -96,7 +99,11 @@ def _fork(
     channel: BlockingChannel[m.ToForkServer],
     others: Sequence[int],
 ) -> tuple[int, int]:
-    """Fork the child; return its pid and pidfd. After an OSError no child runs."""
+    """Fork the child; return its pid and pidfd.
+
+    Raises:
+        OSError: the child could not be forked, watched, or given its descriptors; no child runs.
+    """
     fds: list[int] = []
     try:
         for _ in range(len(message.fd_options) + 1):

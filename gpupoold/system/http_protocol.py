@@ -1,8 +1,8 @@
 """Uvicorn's HTTP protocol with bounds per connection, for both HTTP servers.
 
-Uvicorn bounds only the time between two requests. Otherwise a connection without a request, or with
-an endless head, would stay; a head or the framing of a chunked body could have any size; and a
-client that does not read would hold its answer as long as TCP allows.
+Uvicorn bounds only the time between two requests. Without further bounds a connection without a
+request, or with an endless head, would stay; a head or the framing of a chunked body could have any
+size; and a client that does not read would hold its answer as long as TCP allows.
 
 Parts of HTTP that uvicorn handles otherwise: trailers are refused instead of becoming headers;
 ``Upgrade`` is ignored (RFC 9110, 7.8) instead of taking the body for another protocol; the host of
@@ -68,10 +68,11 @@ class BoundedHttp(HttpToolsProtocol, ABC):
     """A connection with bounds, see the module.
 
     ``head_timeout_s`` bounds the time of the request line and headers. ``max_head_bytes`` bounds a
-    head that arrives in several reads, and what arrives outside of head and body: sizes and
+    head that arrives in several reads, and also what arrives outside of head and body: sizes and
     extensions of chunks beyond ``_CHUNK_FRAMING_BYTES`` for each piece of the body, trailers, and
-    empty lines. While data are unsent, at least ``min_sent_bytes`` must be sent in every
-    ``send_timeout_s``, not counting data in the kernel's buffer.
+    empty lines between requests. The event loop bounds one read. While data are unsent, at least
+    ``min_sent_bytes`` must be sent in every ``send_timeout_s``, not counting data in the kernel's
+    buffer.
     """
 
     head_timeout_s = 20.0
@@ -132,13 +133,21 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         self._is_in_head, self._has_begun, self._num_pieces = True, True, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or raise Unserved behind a chunked body."""
+        """Take a header.
+
+        Raises:
+            Unserved: the field follows a chunked body.
+        """
         if not self._is_in_head:
             raise Unserved("Fields after a chunked body (trailers) are not read; leave them out.")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Pass the request on to the application, which bounds the body; Unserved for CONNECT."""
+        """Pass the request on to the application, which bounds the body.
+
+        Raises:
+            Unserved: the method is CONNECT.
+        """
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise Unserved("This server is no proxy: CONNECT is not served.")
@@ -199,6 +208,11 @@ class BoundedHttp(HttpToolsProtocol, ABC):
         return self._is_idle
 
     def _parse(self, data: memoryview) -> None:
+        """Parse the data; the parser stops after a head with ``Upgrade``.
+
+        Raises:
+            HttpParserError: the data are not HTTP, or :class:`Unserved` is the context.
+        """
         while True:
             try:
                 return self.parser.feed_data(data)

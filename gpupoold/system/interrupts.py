@@ -13,7 +13,10 @@ INTERRUPTED = 130  # exit status of a process that Ctrl-C has ended
 
 @contextlib.contextmanager
 def ended_by_interrupts() -> Iterator[None]:
-    """End the process at Ctrl-C without a traceback while the main thread's context imports."""
+    """End the process at Ctrl-C without a traceback, while the context imports modules.
+
+    Without effect in other threads than the main thread, the only one with handlers of signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

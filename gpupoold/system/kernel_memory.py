@@ -1,4 +1,7 @@
-"""Memory by the kernel's rules: the limits of control groups of both versions, and sealed files."""
+"""Memory by the kernel's rules: the limits of control groups, and files in memory of a fixed size.
+
+Control groups are of both versions. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,21 @@ _VERSION_2 = _Names("memory.max", "memory.current", ("inactive_file", "active_fi
 
 
 def memory_limit_bytes(pid: int | None = None, root: Path = Path("/")) -> int | None:
-    """Return the lowest limit of the process's groups, if any; ``root`` has ``proc``, ``sys``."""
+    """Return the lowest limit of the process's control group and its ancestors.
+
+    ``pid`` None is this process; ``root`` is the folder with ``proc`` and ``sys``. Returns None
+    without a limit. In a container, the groups outside are not visible and their limits unknown.
+    """
     limits = [limit for _, _, limit in _limited_groups(pid, root)]
     return min(limits, default=None)
 
 
 def memory_room_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes left until a group's limit, if any; cached files do not count as used."""
+    """Return how much more memory this process may use before a group reaches its limit.
+
+    The kernel drops cached files before a group exceeds its limit; shared memory counts as used.
+    Returns None without a limit; ``root`` as for :func:`memory_limit_bytes`.
+    """
     rooms = []
     for folder, names, limit in _limited_groups(None, root):
         usage = read_text(folder / names.usage)
@@ -47,6 +58,7 @@ def memory_room_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _limited_groups(pid: int | None, root: Path) -> Iterator[tuple[Path, _Names, int]]:
+    """Yield the groups of a process that have a limit, with the limit in bytes."""
     for line in read_text(root / "proc" / str(pid or "self") / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")

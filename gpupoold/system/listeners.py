@@ -48,7 +48,7 @@ def http_listener(server: ServerSettings, take: TakeSocket) -> Iterator[socket.s
 def admin_listener(
     runtime_dir: Path, groups: AdminGroups, take: TakeSocket
 ) -> Iterator[socket.socket]:
-    """Open the admin socket, a file of ours or systemd's; Refused if another daemon answers.
+    """Open the admin API's socket; remove the file at the end, unless systemd owns the socket.
 
     Raises:
         Refused: another daemon answers at the path.
@@ -68,7 +68,10 @@ def admin_listener(
 
 
 def is_local(listener: socket.socket) -> bool:
-    """Return whether only processes of this machine can connect, as to every unix socket."""
+    """Return whether only processes of this machine can connect, by the socket's address.
+
+    True for a unix socket: the permissions of the socket's file restrict access.
+    """
     if listener.family == socket.AF_UNIX:
         return True
     host = listener.getsockname()[0].partition("%")[0]
@@ -131,6 +134,7 @@ def _made_unix(path: Path, groups: AdminGroups) -> socket.socket:
 
 
 def _is_answered(path: Path) -> bool:
+    """Return whether a daemon answers; raise OSError if the path cannot be a socket's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
@@ -156,11 +160,13 @@ def _check_address(given: socket.socket, server: ServerSettings) -> None:
 def share_socket(path: Path, groups: AdminGroups) -> None:
     """Give the admin groups access to the socket if this daemon serves the whole machine.
 
-    A daemon of root, or of a user whose main group is the admin group, serves the machine. A file
-    has one group only: with a group of readers, everybody may connect, and the guard checks the
-    caller's credentials. A group whose number is unknown counts as absent.
+    A daemon of root, or of a user whose main group is the admin group, serves the machine; another
+    user's daemon stays private. A file has one group only: with a group of readers, everybody may
+    connect, and the guard checks the caller's credentials. A group whose number is unknown counts
+    as absent.
 
-    Raises OSError: the mode cannot be set.
+    Raises:
+        OSError: the mode cannot be set.
     """
     admins = groups.names.group_id(groups.everything)
     if os.geteuid() != 0 and os.getegid() != admins:

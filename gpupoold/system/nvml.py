@@ -58,8 +58,9 @@ class Reading:
 
     Of a group, ``gpus`` has the readings of each GPU in the order of the ranks; the device has the
     mean utilisation, the highest temperature, and the sums of power, energy and memory.
-    ``used_bytes`` counts all processes. ``energy_j`` is a counter. ``ordinal`` is the GPU of a
-    reading, None for a group. ``has_display``: programs that draw take memory as they need it.
+    ``used_bytes`` counts all processes on the GPU. ``energy_j`` is a counter since some time before
+    the daemon's start. ``ordinal`` is the GPU of a reading, None for a group. ``has_display``:
+    programs that draw take memory as they need it.
     """
 
     utilisation: float | None = None
@@ -98,9 +99,9 @@ def of_group(readings: Sequence[Reading]) -> Reading:
 class GpuReadings:
     """The latest reading of each CUDA device of the configuration.
 
-    A separate thread calls the driver, which may be slow or hang. No call fails: without a driver,
-    device or sensor, and for an old reading, the value is None. ``environment`` determines the
-    visible GPUs and their order.
+    A separate thread calls the driver, which may be slow or hang, and all readers get the latest
+    value; an old value counts as unknown. No call fails: without a driver, device or sensor the
+    value is None. ``environment`` determines the visible GPUs and their order.
     """
 
     def __init__(
@@ -152,7 +153,10 @@ class GpuReadings:
         return self._readings.get(gpus[0], NO_READING) if gpus else NO_READING
 
     async def fault_of(self, number: int) -> str:
-        """Return a device's latest recent fault, by a reading begun after the call within 2 s."""
+        """Return the latest fault of a device's GPUs up to now, empty without one.
+
+        Wait at most 2 s for a reading that has begun after the call; old faults do not count.
+        """
         now_s = self._clock()
         for _ in range(round(_MOST_WAIT_S / _POLL_S)):
             if not self._handles or self._read_at_s >= now_s:
@@ -228,7 +232,11 @@ class GpuReadings:
                 self._is_connected = False
 
     def _handle_of(self, entry: str) -> Any:
-        """Return the device of an entry of ``CUDA_VISIBLE_DEVICES``; NVMLError unless it is one."""
+        """Return the device of an entry of ``CUDA_VISIBLE_DEVICES``.
+
+        Raises:
+            NVMLError: no device matches, or several do.
+        """
         nvml = self._nvml
         if entry.isdecimal():
             if not self._is_order_known and nvml.nvmlDeviceGetCount() > 1:
@@ -260,7 +268,9 @@ class GpuReadings:
         )
 
     def _temperature(self, handle: Any) -> float:
-        """Return the temperature; CUDA 14 has only the second call, before 12.9 the first."""
+        """Return the temperature; drivers of CUDA 14 have only the second call, before 12.9 the
+        first.
+        """
         nvml = self._nvml
         try:
             return float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
@@ -275,7 +285,11 @@ class GpuReadings:
 
 
 class _FaultWatch:
-    """Faults from now on: Xids and remapped rows, which some GPUs and drivers do not report."""
+    """Faults of a GPU's hardware from now on: Xids, and rows of memory that are remapped.
+
+    NVML reports an Xid to every process that has registered, however long the GPU's users live.
+    Virtual GPUs, WSL and old drivers may report no Xids, and GPUs before Ampere remap no rows.
+    """
 
     def __init__(self, handle: Any, nvml: Any) -> None:
         self._handle = handle
@@ -308,6 +322,9 @@ class _FaultWatch:
                     yield event.eventData
 
     def _remapped(self) -> tuple[int, ...]:
+        """Return the rows remapped for errors that were not corrected, pending ones, and failures;
+        empty if unknown.
+        """
         with contextlib.suppress(self._nvml.NVMLError):
             return tuple(self._nvml.nvmlDeviceGetRemappedRows(self._handle)[1:])
         return ()
@@ -324,7 +341,11 @@ def has_display(handle: Any, nvml: Any = pynvml) -> bool:
 
 @contextmanager
 def connected(nvml: Any = pynvml) -> Iterator[None]:
-    """Connect to the driver for the time of a block; NVMLError if none answers."""
+    """Connect to the driver for the time of a block.
+
+    Raises:
+        NVMLError: no driver answers.
+    """
     nvml.nvmlInit()
     try:
         yield
@@ -333,7 +354,10 @@ def connected(nvml: Any = pynvml) -> Iterator[None]:
 
 
 class GpuUse(NamedTuple):
-    """The number of processes of a GPU, and this process's bytes, None if NVML does not tell."""
+    """The use of a GPU: the number of processes, and the memory of this process in bytes.
+
+    ``own_bytes`` is None if NVML does not list this process, or not its memory.
+    """
 
     num_processes: int = 0
     own_bytes: int | None = None

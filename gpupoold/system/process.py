@@ -49,9 +49,12 @@ _INTERVAL_S = 0.1
 
 
 def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> None:
-    """Prepare a child: end with the daemon, ignore the terminal's signals, log under ``name``.
+    """Prepare a child: end with the daemon, ignore the terminal's signals, log to standard error.
 
-    Raises OSError, SystemExit: see :func:`die_with_parent`.
+    Log lines carry ``name``.
+
+    Raises:
+        OSError, SystemExit: see :func:`die_with_parent`.
     """
     die_with_parent(parent_pid)
     # A terminal's Ctrl-C and hang-up reach the whole process group; only the daemon reacts.
@@ -67,7 +70,10 @@ def begin_child(name: str, log_level: str, parent_pid: int | None = None) -> Non
 
 
 def raise_oom_score(oom_score_adj: int, path: Path = _OOM_SCORE_ADJ) -> None:
-    """Raise the kernel's preference for killing this process when memory runs out, if lower."""
+    """Raise the kernel's preference for killing this process when memory runs out.
+
+    A higher score stays. Raising the score needs no privilege.
+    """
     try:
         if int(path.read_text()) < oom_score_adj:
             path.write_text(str(oom_score_adj))
@@ -85,7 +91,11 @@ def show_as(module: str, arguments: Sequence[str]) -> None:
 
 
 def limit_use(cpu_s: float, memory_bytes: int) -> None:
-    """Limit further CPU seconds, by SIGXCPU, and address space of this process; dump no core."""
+    """Limit this process to further CPU seconds and bytes of address space; it dumps no core.
+
+    Beyond the CPU time the kernel ends the process with SIGXCPU, beyond the memory allocations
+    fail.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     most_s = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s + 1))
@@ -123,8 +133,12 @@ def set_log_level(log_level: str) -> None:
 def die_with_parent(expected_parent_pid: int | None = None) -> None:
     """Make the kernel kill this process when the parent's spawning thread ends.
 
-    To be called first in a child. Raises SystemExit if ``expected_parent_pid`` is not the parent:
-    the real parent died between the fork and this call, and no signal would arrive.
+    To be called first in a child. If ``expected_parent_pid`` is not the present parent, the real
+    parent died between the fork and this call, and no signal would arrive. None skips this check.
+
+    Raises:
+        OSError: the kernel refused the request.
+        SystemExit: the expected parent has died.
     """
     parent_pid = os.getppid() if expected_parent_pid is None else expected_parent_pid
     libc = ctypes.CDLL(None, use_errno=True)
@@ -136,7 +150,10 @@ def die_with_parent(expected_parent_pid: int | None = None) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files from the usual 1,024 to the hard limit."""
+    """Raise the limit of open files to the hard limit.
+
+    The usual soft limit of 1,024 serves programs that use ``select``.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -151,8 +168,8 @@ def as_words(options: Mapping[str, object]) -> list[str]:
 def importing() -> Iterator[None]:
     """Exclude the objects created in this context from garbage collection.
 
-    Importing vLLM creates about a million permanent objects, which the collector would walk during
-    the import, for a seventh of its time, and later during a stream.
+    Importing vLLM creates about a million permanent objects. The collector walks the objects
+    neither during the import, which saves a seventh of its time, nor later during a stream.
     """
     gc.disable()
     try:
@@ -166,8 +183,9 @@ def end_at_faults() -> None:
     """Make a fault such as SIGSEGV end this process at once, with a Python traceback on stderr.
 
     To be called in the main thread after the import of vLLM; forked children inherit the setting.
-    vLLM imports a library (``tvm_ffi``) whose SIGSEGV handler delays the end by seconds and
-    allocates memory, which may hang after a fault.
+    vLLM imports a library (``tvm_ffi``) that installs a SIGSEGV handler to resolve line numbers of
+    the native stack. The handler delays the end by seconds and allocates memory, which may hang
+    after a fault.
     """
     # faulthandler passes a signal on to the handler found when enabled, and puts that handler back
     # when disabled.
@@ -180,8 +198,9 @@ def end_at_faults() -> None:
 def settle_collector() -> None:
     """Freeze startup objects and raise the garbage collector's thresholds.
 
-    A collection over the daemon's modules and routes stopped the event loop for 50 ms, one over the
-    requests, turns and events of a busy machine for 30 ms, several times a minute.
+    Startup objects are permanent, and later objects rarely form cycles. A collection over the
+    daemon's modules and routes stopped the event loop for 50 ms, one over the requests, turns and
+    events of a busy machine for 30 ms, several times a minute.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,8 @@
-"""The daemon's side of ``sd_listen_fds(3)`` and ``sd_notify(3)``.
+"""The daemon's side of systemd's protocols.
 
-Descriptors begin with 3 and have names in the environment; datagrams go to ``$NOTIFY_SOCKET``.
-Without systemd there are no descriptors, and notifications are dropped.
+The protocols are ``sd_listen_fds(3)`` and ``sd_notify(3)``: descriptors from 3 on, with names in
+the environment, and datagrams to the socket ``$NOTIFY_SOCKET``. Without systemd there are no
+descriptors, and notifications are dropped.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def read_environment(variables: Mapping[str, str], pid: int) -> Environment:
 
 
 def take_environment(variables: MutableMapping[str, str], pid: int) -> Environment:
-    """Read the variables and remove them; children inherit neither these nor descriptors."""
+    """Read the variables and remove them, so that children inherit neither variables nor
+    descriptors.
+    """
     environment = read_environment(variables, pid)
     for name in _VARIABLES:
         variables.pop(name, None)
@@ -145,7 +148,10 @@ class Notifier:
         return bool(self._address)
 
     def send(self, *fields: str, fds: Sequence[int] = ()) -> bool:
-        """Send ``NAME=value`` fields with ``fds``, the caller's; return False if it fails."""
+        """Send ``NAME=value`` fields as one message; return False if sending fails.
+
+        The caller keeps ``fds`` and may close them at once.
+        """
         if not self._address:
             return False
         try:
@@ -180,7 +186,10 @@ class Notifier:
 
     @contextlib.contextmanager
     def reloading(self) -> Iterator[None]:
-        """Announce a reload of the configuration, refused or not, for the context."""
+        """Announce a reload of the configuration for the duration of the context.
+
+        The daemon is ready again afterwards, also if the new configuration was refused.
+        """
         # The time is required by Type=notify-reload and ignored otherwise.
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
@@ -190,7 +199,11 @@ class Notifier:
 
 
 class FdStore:
-    """Descriptors that the service manager keeps; the caller owns the returned, in ``stored``."""
+    """Descriptors that the service manager keeps while the daemon is down.
+
+    ``stored`` has the returned descriptors with names; the caller of the constructor closes them or
+    passes them on.
+    """
 
     def __init__(self, notifier: Notifier, stored: Sequence[NamedFd] = ()) -> None:
         self.stored = list(stored)

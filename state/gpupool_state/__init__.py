@@ -2,6 +2,13 @@
 
 Imports only the standard library, aiosqlite and the domain, errors and file helpers of
 ``gpupoold``.
+
+    with StateLock.acquire(folder):
+        async with await Database.open(folder / DATABASE_NAME) as db:
+            registry, history = Registry(db), History(db)
+            await history.start()
+            ...
+            await history.stop()
 """
 
 from gpupool_state.api_keys import ApiKeys, KeyRow, KeyUse

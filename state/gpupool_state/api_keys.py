@@ -19,7 +19,12 @@ _POWERS = tuple(field.name for field in fields(KeyPowers))
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRow(KeyFacts):
-    """A key with hashes of its secret and the former; a revoked key's row stays without any."""
+    """A stored key.
+
+    ``digest`` is the hash of the secret. After a rotation ``previous_digest`` is the hash of the
+    former secret, valid until ``previous_until``. The row of a revoked key stays, without hashes,
+    so that the history can show the name.
+    """
 
     digest: str
     previous_digest: str | None = None
@@ -40,7 +45,7 @@ class ApiKeys:
     """API keys in the database; a change is on disk when the call returns.
 
     The name of a revoked key is free again. All methods raise ``Failed``, and change nothing, if
-    the disk or the database fails.
+    the disk is full or the database is locked or damaged.
     """
 
     def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
@@ -60,7 +65,12 @@ class ApiKeys:
         return await _find(self._db, name)
 
     async def add(self, key_id: str, name: str, digest: str, powers: KeyPowers) -> KeyRow:
-        """Store a new key; UsageError for an invalid name, Refused for another key's."""
+        """Store a new key.
+
+        Raises:
+            UsageError: the name is invalid.
+            Refused: another key has the name.
+        """
         if _NAME.fullmatch(name) is None:
             raise UsageError(
                 f"{storable(name)!r} cannot be the name of a key",
@@ -82,7 +92,10 @@ class ApiKeys:
         return await self._update(name, _columns(powers))
 
     async def rotate(self, name: str, digest: str, previous_until: float | None) -> KeyRow:
-        """Replace a key's secret; the former is valid until ``previous_until``, if given."""
+        """Replace a key's secret; the former secret stays valid until ``previous_until``.
+
+        With None the former secret is invalid at once.
+        """
         async with self._db.write() as tx:
             known = await _find(tx, name)
             values = {

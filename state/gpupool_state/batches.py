@@ -51,9 +51,9 @@ class FileRow:
 class BatchRow(BatchRecord):
     """A batch as stored. ``completion_window`` is as the client wrote it.
 
-    ``errors`` has the problems of an invalid input file, as JSON objects of the API, and
-    ``waits_because`` the reason of a further try. Files of results stay for
-    ``output_expires_after_s``.
+    ``errors`` has the problems of an invalid input file, as JSON objects of the API.
+    ``waits_because`` is the reason if requests wait for a further try. Files of results are kept
+    for ``output_expires_after_s``.
     """
 
     owner: str
@@ -107,9 +107,10 @@ class BatchStore:
 
     @classmethod
     async def open(cls, folder: Path) -> Self:
-        """Open or create the database in ``folder``, see :meth:`Database.open`.
+        """Open or create the database in ``folder``.
 
-        Raises Failed, Refused: see :meth:`Database.open`.
+        Raises:
+            Failed, Refused: see :meth:`Database.open`.
         """
         async with turn(folder / "batches.lock"):  # the frontends begin at the same time
             return cls(await Database.open(folder / BATCHES_NAME, migrations=BATCH_MIGRATIONS))
@@ -119,9 +120,10 @@ class BatchStore:
         await self._db.close()
 
     async def add_file(self, row: FileRow, check: CheckAccount | None = None) -> None:
-        """Add a file whose content is on disk, or raise an error of ``check``.
+        """Add a file whose content is on disk.
 
-        Raises Exception: an error of ``check``; nothing is added.
+        Raises:
+            Exception: an error of ``check``; nothing is added.
         """
         async with self._db.write() as tx:
             await tx.insert("files", asdict(row))
@@ -148,7 +150,9 @@ class BatchStore:
         return [FileRow(**dict(row)) for row in rows]
 
     async def old_files(self, before: float) -> list[FileRow]:
-        """Return files that expired, or are older than ``before``, and that no batch reads."""
+        """Return files that have expired, or were created before a time, and that no batch under
+        way reads.
+        """
         rows = await self._db.fetch_all(
             f"SELECT * FROM files WHERE (created_at < ? OR NOT {_NOT_EXPIRED}) AND id NOT IN "
             "(SELECT input_file_id FROM batches WHERE ended_at IS NULL) LIMIT 1000",
@@ -181,9 +185,10 @@ class BatchStore:
         return await _num_bytes(self._db)
 
     async def add_batch(self, row: BatchRow, check: CheckAccount | None = None) -> None:
-        """Add a batch, or raise an error of ``check``.
+        """Add a batch.
 
-        Raises Exception: an error of ``check``; nothing is added.
+        Raises:
+            Exception: an error of ``check``; nothing is added.
         """
         values = {name: _stored(getattr(row, name)) for name in _BATCH_COLUMNS}
         async with self._db.write() as tx:
@@ -283,7 +288,10 @@ class BatchStore:
     async def end(
         self, batch_id: str, status: BatchStatus, ended_at: int, files: Sequence[FileRow]
     ) -> None:
-        """End a batch: drop the results, and add their files, of output and of errors."""
+        """End a batch: add the files of its results, and drop the results.
+
+        ``files`` have the purposes ``batch_output`` and ``batch_error``.
+        """
         by_purpose = {file.purpose: file.id for file in files}
         async with self._db.write() as tx:
             for file in files:
@@ -359,7 +367,10 @@ def batch_of(row: sqlite3.Row) -> BatchRow:
 
 
 def read_batches(folder: Path, limit: int, *, with_ended: bool) -> list[BatchRow]:
-    """Return batches of all owners, the latest first, without metadata and errors; blocking."""
+    """Return batches of all owners, the latest first, without metadata and errors; blocking.
+
+    Nothing is created or changed.
+    """
     path = folder / BATCHES_NAME
     if not path.exists():
         return []

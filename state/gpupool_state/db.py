@@ -1,8 +1,9 @@
 """The state database: one SQLite file in WAL mode, one writer, one reader.
 
-A durable commit (``synchronous=FULL``) is on disk before the call returns. Another commit
-(``synchronous=NORMAL``), such as the history's, survives any end of the process, ``kill -9``
-included; a power failure or a system crash may lose the last. In no case is the file damaged.
+Durability: a durable commit (``synchronous=FULL``) is on disk before the call returns, and survives
+any end of the process and a power failure. A commit that is not durable (``synchronous=NORMAL``),
+such as the history's, survives any end of the process, ``kill -9`` included; a power failure or a
+system crash may lose the last transactions. In no case is the file damaged.
 """
 
 from __future__ import annotations
@@ -130,11 +131,16 @@ async def migrate(
 ) -> None:
     """Update the schema of a database.
 
-    A step and the row that records the step are one transaction: a failed step leaves the database
-    unchanged and is repeated by the next call. An older database is first copied to
-    ``<path>.bak-<number>``, with the number of the last applied step. ``traces`` are the names of
-    files beside the database that an earlier one left. Raises Refused, or Failed for a step or the
-    backup.
+    A step and the row that records the step are one transaction, so a failed step leaves the
+    database unchanged and is repeated by the next call. An older database is first copied to
+    ``<path>.bak-<number>``, with the number of the last applied step.
+
+    ``traces`` are the names of files beside the database that an earlier database left.
+
+    Raises:
+        Refused: the schema is newer than this program, or not gpupool's; or the database has no
+            schema in spite of ``traces``.
+        Failed: a step or the backup failed.
     """
     done = await applied(db)
     if traces and not done and not await _tables(db) - {"schema_migrations"}:
@@ -240,7 +246,10 @@ class Source(ABC):
 
 
 class Database(Source):
-    """An open state database, which runs one write transaction at a time in order of request."""
+    """An open state database, returned by ``await Database.open(path)``.
+
+    Runs one write transaction at a time, in order of request.
+    """
 
     def __init__(self, path: Path, connection: aiosqlite.Connection) -> None:
         self.path = path
@@ -261,10 +270,14 @@ class Database(Source):
     ) -> Self:
         """Open or create the database at ``path`` and update the schema.
 
-        The caller must hold the :class:`gpupool_state.lock.StateLock` of the folder.
-        ``busy_timeout_s`` is the longest wait for another program's lock. Raises Failed for a file
-        that cannot be used, and Refused for an unknown schema or an empty database with traces of
-        an earlier one.
+        The caller must hold the lock of the state folder, :class:`gpupool_state.lock.StateLock`.
+        ``busy_timeout_s`` is the longest wait for a lock of another program.
+
+        Raises:
+            Failed: the file is unreadable, unwritable, damaged, locked or not a database, or the
+                disk is full.
+            Refused: the schema is newer than this program, or not gpupool's; or the database is
+                empty in a folder with traces of an earlier one.
         """
         with explained(path):
             _make_file(path)
@@ -287,7 +300,11 @@ class Database(Source):
         """Begin a write transaction, committed at the end of the block, rolled back on errors.
 
         A committed change survives a kill of the process and, if ``durable``, a power failure. A
-        cancellation during the commit is delivered after the commit. Raises Failed.
+        cancellation during the commit is delivered after the commit.
+
+        Raises:
+            Failed: the disk is full, or the database is locked, read-only, damaged or closed.
+            RuntimeError: the same task has a transaction open.
         """
         if self._owner is not None and self._owner is asyncio.current_task():
             raise RuntimeError("a write transaction was opened inside another")
@@ -453,14 +470,18 @@ class Transaction(Source):
 
 
 def storable(text: str) -> str:
-    """Return a text with question marks, which no name has, for lone surrogates."""
+    """Return a text without lone surrogates, bytes that were not UTF-8 and that SQLite refuses.
+
+    A surrogate becomes a question mark, which no name can contain.
+    """
     return text.encode("utf-8", "replace").decode()
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await ``work`` to the end; a cancellation of the caller is raised afterwards.
+    """Await ``work`` to the end, even if the caller is cancelled during the wait.
 
-    Raises asyncio.CancelledError: the caller was cancelled; raised after ``work`` has ended.
+    Raises:
+        asyncio.CancelledError: the caller was cancelled; raised after ``work`` has ended.
     """
     task = asyncio.ensure_future(work)
     cancellation: asyncio.CancelledError | None = None
@@ -515,7 +536,13 @@ def _failed(meaning: tuple[str, str], path: Path, detail: str) -> Failed:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Convert SQLite errors caused by the disk or other programs to ``Failed``."""
+    """Convert SQLite errors caused by the disk or other programs to ``Failed``.
+
+    Raises:
+        Failed: the disk is full, or the file is locked, read-only, unreadable, damaged or not a
+            database.
+        sqlite3.Error: any other error: a defect of the program.
+    """
     try:
         yield
     except sqlite3.Error as error:

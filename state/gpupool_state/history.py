@@ -33,7 +33,10 @@ _SWITCH_ORDERS = {"latest": "id DESC", "slowest": "total_s DESC, id DESC"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRow(RequestRecord):
-    """A finished request with its last device, None if the request never ran."""
+    """A finished request with its last device, None if the request never ran.
+
+    ``tbt_*_s`` are figures of the times between tokens.
+    """
 
     device: DeviceId | None
     tbt_p50_s: float | None
@@ -56,7 +59,10 @@ class MinuteRow(TimedCounts):
 
 @dataclass(kw_only=True)
 class UsageRow(UseCounts):
-    """Use of a model with an API key, by public id or empty, in the hour from ``hour_at`` on."""
+    """Use of a model with an API key in the hour that began at ``hour_at``, in wall-clock seconds.
+
+    ``api_key`` is the public id of a key, empty without one.
+    """
 
     hour_at: int
     model: str
@@ -82,7 +88,10 @@ _NESTED: dict[str, tuple[str, type[Lateness | RequestStages]]] = {
 
 
 class HistoryTable(Generic[RowT]):
-    """A table; ``columns`` but ``id`` with places in a row, which may be written again."""
+    """A history table; ``columns`` are all columns except ``id``, with the places in a row.
+
+    With ``is_rewritten`` a row may be written again with other values.
+    """
 
     def __init__(self, name: str, row_type: type[RowT], *, is_rewritten: bool = False) -> None:
         self.name = name
@@ -162,9 +171,12 @@ class History:
 
     ``record_*`` put a row in memory and return; a task writes the rows every ``flush_interval_s``.
     Rows that cannot be written stay in a bounded buffer and are retried at growing intervals; rows
-    beyond the buffer are dropped, oldest first, and counted in ``dropped_rows``. Queries return
-    written rows, queries of events all rows, or raise Failed. ``since`` is in wall-clock seconds. A
-    condition of None matches all rows. Not thread-safe.
+    beyond the buffer are dropped, oldest first, and counted in ``dropped_rows``. Queries of
+    requests, switches and minutes return written rows, queries of events all rows; a query raises
+    Failed if the database cannot be read. ``since`` is in wall-clock seconds. A condition of None
+    matches all rows.
+
+    Not thread-safe: to be used in the event loop's thread.
     """
 
     def __init__(
@@ -237,7 +249,10 @@ class History:
         self._record(MINUTES, self._next_id(MINUTES), row)
 
     def record_usage(self, row: UsageRow, row_id: int | None = None) -> int:
-        """Store the use of an hour, or rewrite the row ``row_id``; return the row's id."""
+        """Store the use of an hour, or rewrite the row ``row_id``; never blocks.
+
+        Returns the row's id.
+        """
         row_id = self._next_id(USAGE) if row_id is None else row_id
         self._record(USAGE, row_id, row)
         return row_id
@@ -262,7 +277,10 @@ class History:
         limit: int = 100,
         id_part: str | None = None,
     ) -> list[RequestRow]:
-        """Return requests since ``since`` whose id contains ``id_part``, latest arrival first."""
+        """Return requests that arrived at ``since`` or later, latest arrival first.
+
+        ``id_part`` is contained in the id of each.
+        """
         wanted: dict[str, Value] = {
             "model = ?": model,
             "arrived_at >= ?": since,
@@ -298,7 +316,10 @@ class History:
     async def minutes(
         self, since: float, model: str | None = None, num_at_once: int = 1000
     ) -> AsyncIterator[list[MinuteRow]]:
-        """Yield minutes that ended after ``since``, oldest first, ``num_at_once`` at most."""
+        """Yield minutes that ended after ``since``, of one model or of all, oldest first.
+
+        Each list has at most ``num_at_once`` rows, because there may be very many minutes.
+        """
         after = since - 60, 2**63 - 1  # the largest id
         while True:
             rows = await self._db.fetch_all(
@@ -312,7 +333,10 @@ class History:
             after = rows[-1]["minute_at"], rows[-1]["id"]
 
     async def usage(self, since: float) -> list[UsageRow]:
-        """Return sums by model and key over the hours that ended after ``since``."""
+        """Return sums by model and key over the hours that ended after ``since``.
+
+        ``hour_at`` is the first of the hours.
+        """
         rows = await self._db.fetch_all(
             "SELECT min(hour_at) AS hour_at, model, api_key, sum(num_requests) AS num_requests, "
             "sum(num_prompt_tokens) AS num_prompt_tokens, "
@@ -324,7 +348,10 @@ class History:
         return [USAGE.read(row) for row in rows]
 
     async def device_sums(self, since: float) -> list[DeviceMinuteRow]:
-        """Return sums by device over the minutes that ended after ``since``; bytes are means."""
+        """Return sums by device over the minutes that ended after ``since``.
+
+        ``minute_at`` is the first of the minutes; bytes are means over the time.
+        """
         mean = "CAST(sum({0} * seconds) / max(sum(seconds), 1e-9) AS INTEGER) AS {0}"
         rows = await self._db.fetch_all(
             "SELECT min(minute_at) AS minute_at, device, sum(seconds) AS seconds, "
@@ -509,7 +536,10 @@ class History:
 
 
 class EventFeed:
-    """Numbers events and keeps the latest ``num_held`` in memory, also when the disk fails."""
+    """Numbers events and keeps the latest ``num_held`` in memory, also when the disk fails.
+
+    Not thread-safe: to be used in the event loop's thread.
+    """
 
     def __init__(self, last_id: int, num_held: int) -> None:
         self.last_id = last_id
@@ -530,7 +560,10 @@ class EventFeed:
         return event
 
     def held_after(self, after_id: int) -> list[Event]:
-        """Return the events in memory with larger ids, all if ``after_id >= floor_id``."""
+        """Return the events in memory with larger ids, oldest first.
+
+        No event is missing if ``after_id >= floor_id``.
+        """
         return [event for event in self._held if event.id > after_id]
 
     async def wait(self, after_id: int, timeout_s: float) -> bool:

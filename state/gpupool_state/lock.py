@@ -24,7 +24,7 @@ class StateLock:
 
     @classmethod
     def acquire(cls, folder: Path) -> Self:
-        """Create the folder if missing and lock it; Refused names the process that has the lock.
+        """Create ``folder`` if missing and lock it for this process.
 
         Raises:
             Refused: another process has the lock; the message names its pid.

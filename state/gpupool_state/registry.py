@@ -111,9 +111,10 @@ def _profile_row(row: sqlite3.Row) -> ProfileRow:
 class ModelRow:
     """A registered model and the facts known of the model.
 
-    ``loaded_max_model_len`` is the engine's limit in tokens, ``spec.max_model_len`` the requested.
-    Before the first load, ``architecture`` is empty, the byte counts are 0 and the limit is None.
-    ``profiles`` have the latest last. The weights snapshot of a pinned model stays in host memory.
+    ``loaded_max_model_len`` is the engine's limit in tokens, ``spec.max_model_len`` the requested
+    limit. Before the first load, ``architecture`` is empty, the byte counts are 0 and
+    ``loaded_max_model_len`` is None. ``created_at`` is in wall-clock seconds. ``profiles`` are the
+    latency profiles, the latest last. The weights snapshot of a pinned model stays in host memory.
     ``engine_bytes`` is the memory of an engine outside the pages, as measured by the latest load on
     each kind of device.
     """
@@ -135,8 +136,9 @@ class Registry:
     """Models and aliases in the database; a change is durable when the call returns.
 
     Names and aliases share one name space. All methods raise ``Failed``, and change nothing, if the
-    disk or the database fails. Methods that change a model take the name, not an alias, and raise
-    NoSuchModel. The list of models is cached until the next change through this object.
+    disk is full or the database is locked or damaged. Methods that change a model take the name,
+    not an alias, and raise NoSuchModel if no model has it. All changes must go through this object,
+    because the list of models is cached until the next change.
     """
 
     def __init__(self, db: Database, now: Callable[[], float] = time.time) -> None:
@@ -147,7 +149,12 @@ class Registry:
         self._num_changes = 0
 
     async def add(self, spec: ModelSpec) -> ModelRow:
-        """Register a model with its aliases; UsageError for a bad name, Refused for a taken."""
+        """Register a model with its aliases, in state ``registered``.
+
+        Raises:
+            UsageError: a name, alias or path is invalid.
+            Refused: the name or an alias is taken; the message names the owner.
+        """
         _check_spec(spec)
         async with self._changing() as tx:
             for name in spec.names:
@@ -189,8 +196,12 @@ class Registry:
     ) -> ModelRow:
         """Change a model's targets, pace and aliases in one transaction; None keeps a value.
 
-        Aliases are removed before new ones are added, so one call can replace aliases. Raises
-        UsageError or Refused for a wrong alias.
+        Aliases are removed before new aliases are added, so one call can replace aliases.
+
+        Raises:
+            NoSuchModel: no model has this name.
+            UsageError: an alias is invalid.
+            Refused: an alias to add is taken, or an alias to remove is not this model's.
         """
         added, removed = tuple(add_aliases), tuple(remove_aliases)
         check_names(added)
@@ -210,7 +221,7 @@ class Registry:
             return await _row(tx, name)
 
     async def add_further(self, model: str, further: Preset | Adapter) -> ModelRow:
-        """Add a preset or an adapter; UsageError for a bad name, Refused for a taken one.
+        """Add a preset or an adapter to a model.
 
         Raises:
             NoSuchModel: no model has this name.
@@ -263,7 +274,10 @@ class Registry:
         kv_bytes_per_token: int,
         max_model_len: int,
     ) -> ModelRow:
-        """Record the facts found by a load, not the state; ``max_model_len`` is in tokens."""
+        """Record the facts found by a load; ``max_model_len`` is the engine's limit in tokens.
+
+        Does not change the state.
+        """
         return await self._set(
             name,
             architecture=architecture,
@@ -316,7 +330,11 @@ def _check_spec(spec: ModelSpec) -> None:
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """Raise UsageError for a name or alias that is malformed or repeated."""
+    """Check a model's name and aliases for validity, not for availability.
+
+    Raises:
+        UsageError: a name is malformed or repeated.
+    """
     for name in names:
         if _NAME.fullmatch(name) is None:
             raise UsageError(
@@ -430,7 +448,10 @@ async def _insert_further(tx: Transaction, model: str, further: Preset | Adapter
 
 
 class KnownDivisions:
-    """What vLLM said of groups that cannot divide a model with its options, by version."""
+    """The numbers of GPUs that cannot divide a model, with vLLM's reason, by version of vLLM.
+
+    The verdicts on a model end with the model, and with a change of its options.
+    """
 
     def __init__(self, db: Database) -> None:
         self._db = db

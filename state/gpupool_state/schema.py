@@ -1,4 +1,8 @@
-"""The statements of the schemas; ``*_at`` are wall-clock seconds, ``*_s`` durations in seconds."""
+"""The SQL statements that create the schemas of the state database and of the batches' database.
+
+Columns named ``*_at`` are wall-clock seconds since 1970, columns named ``*_s`` durations in
+seconds.
+"""
 
 from __future__ import annotations
 

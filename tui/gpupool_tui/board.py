@@ -242,7 +242,10 @@ class Look(NamedTuple):
 
 
 class Palette:
-    """Resolves words to styles; unknown words have no style. Combinations are cached."""
+    """Resolves words to styles; unknown words have no style. Combinations are cached.
+
+    All styles lie upon ``base``.
+    """
 
     def __init__(self, words: dict[str, Style], base: Style | None = None) -> None:
         self._words = words

@@ -144,6 +144,7 @@ def _lane(picture: Picture, device: DeviceInfo, view: View, cells: int, width: i
 
 
 def header(picture: Picture, view: View, width: int) -> Line:
+    """Return the daemon's state in one line; the least important parts are dropped first."""
     right = _right(picture, view)
     left: list[Span] = [Span(" gpupool ", "brand"), Span(" ")]
     if view.lost:

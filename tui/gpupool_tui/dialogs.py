@@ -160,7 +160,10 @@ class TextDialog(_Dialog[bool]):
 
 
 class ActionPlan(NamedTuple):
-    """A question with its answers in words, each with a call."""
+    """A question with its answers in words, each with a call.
+
+    A call returns a sentence about its result; ``doing`` is shown meanwhile.
+    """
 
     title: str
     text: str
@@ -183,6 +186,7 @@ def plan_pin(model: TopModel) -> ActionPlan:
 
 
 def plan_unload(model: TopModel) -> ActionPlan:
+    """Plan to unload a model, in a way that its live requests permit."""
     name, num_live = model.usage.name, model.usage.num_live
 
     def call(mode: RemoveMode, keep_host: bool) -> Call:

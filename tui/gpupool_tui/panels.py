@@ -295,7 +295,10 @@ def gauge(share: float, width: int, glyphs: Glyphs, style: str = "gauge") -> Lin
 
 
 def sparkline(shares: Sequence[float | None], width: int, glyphs: Glyphs) -> str:
-    """Return shares (0 to 1) as a line, the newest at the right, averaged in groups to fit."""
+    """Return shares (0 to 1) as a line, the newest at the right, averaged in groups to fit.
+
+    Unknown values are left out.
+    """
     if not shares or width <= 0:
         return glyphs.nothing * width
     per_cell = -(-len(shares) // width)

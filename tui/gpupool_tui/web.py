@@ -30,7 +30,10 @@ _POLICY = (
 
 
 class WebTop(Server):
-    """Serves ``command``, which runs the application, to visitors with the secret."""
+    """Serves ``command``, which runs the application, to visitors with the secret.
+
+    ``command`` may begin with variables, as for ``env``.
+    """
 
     def __init__(self, command: Sequence[str], port: int, say: Callable[[str], None]) -> None:
         # The application draws with Unicode, whatever the locale of this process is. The library

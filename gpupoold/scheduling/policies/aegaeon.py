@@ -50,7 +50,10 @@ class GroupedPrefill:
         self._group_of: dict[str, _Group] = {}
 
     def dispatch(self, request: Request, devices: list[DeviceState]) -> tuple[DeviceState, Rule]:
-        """Choose the device of a new request: the first group that takes it, or a new group."""
+        """Choose the device of a new request: the first group that takes it, or a new group.
+
+        A new group goes to the end of the least loaded queue.
+        """
         for device in devices:
             for group in self._queue(device):
                 if group.model is request.model and group.size < MAX_GROUP_SIZE:
@@ -76,7 +79,10 @@ class GroupedPrefill:
         return next((group for group in queue if group.ready(device)), None)
 
     def turn_of(self, device: DeviceState) -> tuple[int, float]:
-        """Return the requests that joined the first model's groups, and the seconds of the rest."""
+        """Return the requests that joined the first group, and the seconds to prefill the rest.
+
+        Adjacent groups of the same model count together.
+        """
         groups = [group for group in self._queue(device) if group.ready(device)]
         of_model = [*itertools.takewhile(lambda group: group.model is groups[0].model, groups)]
         num_joined = sum(group.size for group in of_model)
@@ -115,7 +121,10 @@ class GroupedPrefill:
 
 @dataclass(slots=True)
 class _WorkList:
-    """The batches of a decode device in order, the rest of this round, and the latest turn's."""
+    """The batches of one decode device in order, and the batches left in this round.
+
+    ``last`` is the model of the latest turn.
+    """
 
     order: list[str] = field(default_factory=list)
     round: list[str] = field(default_factory=list)
@@ -131,14 +140,19 @@ class WeightedDecode:
         self._lists: dict[int, _WorkList] = {}
 
     def dispatch(self, request: Request, devices: list[DeviceState]) -> DeviceState:
-        """Choose a device as in algorithm 1: a batch of the model with memory, or a short list."""
+        """Choose a device as in algorithm 1: a batch of the model with KV memory, else the
+        shortest list.
+        """
         for device in devices:
             if _has_room(request, device):
                 return device
         return min(devices, key=lambda device: (len(_models_on(device)), device.number))
 
     def next_turn(self, device: DeviceState) -> Choice | None:
-        """Return the next batch of the round, or of a new one, but not the latest turn's."""
+        """Return the next batch of the round, or of a new round at the end.
+
+        Skips the latest turn's batch if there is another batch, which was announced as the next.
+        """
         work = self._list(device)
         if not work.order:
             return None
@@ -186,7 +200,10 @@ class WeightedDecode:
 
 
 class AegaeonPolicy(Policy):
-    """Devices split into prefill and decode at the first tick (section 4.1), if there are two."""
+    """Devices split into prefill and decode at the first tick (section 4.1 of the paper).
+
+    Before the first tick, and with one device only, devices do both.
+    """
 
     name = "aegaeon"
 
@@ -239,7 +256,10 @@ class AegaeonPolicy(Policy):
         return [*roles, *((device, Role.DECODE) for device in decoding)]
 
     def next_turn(self, device: DeviceState, state: State, now_s: float) -> Choice | None:
-        """Return the first group or the next batch of the round, also after a change of role."""
+        """Return the first group with its prefill time, or the next batch of the decode round.
+
+        The role does not matter: a device whose role has changed finishes its work.
+        """
         group = self._prefill.front(device)
         if group is None:
             choice = self._decode.next_turn(device)
@@ -251,7 +271,10 @@ class AegaeonPolicy(Policy):
         return choice
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """Prolong a prefill turn by the prompts that have joined its group, not for answers."""
+        """Prolong a prefill turn by the prompts that have joined its group.
+
+        A prefill turn is not prolonged for answers, which continue only while no other model waits.
+        """
         group = self._prefill.front(device)
         if device.turn_rule is not Rule.PREFILL_FIRST or group is None:
             return turn
@@ -308,8 +331,9 @@ def round_quotas_s(loads: Sequence[TurnLoad], switch_s: float, quota_max_s: floa
     """Return each batch's quota in seconds for a round that spends ``switch_s`` on switching.
 
     ``alpha = max(c/(min n * Q_MAX) + sum 1/n, 0.5)``, ``q_i = c/(n_i * (alpha - sum 1/n))``. With
-    ``c = 0`` every batch gets the time of one token target split by need, ``q_i = d_min * (1/n_i) /
-    max(sum 1/n, 0.5)``, so that short turns can meet every deadline.
+    ``c = 0`` the formula is 0/0 or 0: then switching is free, and every batch gets the time of one
+    token target split by need, ``q_i = d_min * (1/n_i) / max(sum 1/n, 0.5)``, so that short turns
+    can meet every deadline.
     """
     counts = [load.tokens_per_target for load in loads]
     need = sum(1 / count for count in counts)

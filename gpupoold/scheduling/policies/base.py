@@ -34,7 +34,10 @@ class Placement(NamedTuple):
 
 
 class InLine(NamedTuple):
-    """A model waiting for a turn of ``duration_s``, if known, and the rule for its place."""
+    """A model waiting for a turn on a device, and the rule that chose the model's place.
+
+    ``duration_s`` is the present length of the turn, None if the policy gives none.
+    """
 
     model: str
     rule: Rule
@@ -79,8 +82,9 @@ class Policy(ABC):
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
         """Return the device to decode a prefilled request, None to stay.
 
-        Called at the first token, and repeatedly while its device migrates answers away; then the
-        device with the fewest requests decodes.
+        Called at the first token, and repeatedly while its device migrates answers away. The
+        request stays on the device of the prefill, unless that device migrates answers away; then
+        the device with the fewest requests decodes.
         """
         assert request.device is not None
         if not state.devices[request.device].migrates_out:
@@ -97,7 +101,9 @@ class Policy(ABC):
         return {}
 
     def rebalance(self, state: State, now_s: float) -> Iterable[tuple[Request, DeviceState]]:
-        """Return migrations of answers that improve the balance, here none; for every tick."""
+        """Return migrations of running answers that improve the balance, here none; called at
+        every tick.
+        """
         return ()
 
     @abstractmethod
@@ -109,18 +115,29 @@ class Policy(ABC):
         """Return the likely model of the next turn, None while no other model waits."""
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """Return the present turn, perhaps with another quota or other ``chunk_tokens``."""
+        """Return the present turn, possibly with another quota or other ``chunk_tokens``.
+
+        The quota counts from the turn's start.
+        """
         return turn
 
     def line(self, device: DeviceState, state: State, now_s: float) -> list[InLine]:
-        """Return the queue behind the present turn; by default without times."""
+        """Return the queue behind the present turn, by the rules of ``upcoming``.
+
+        For explanations: changes nothing. The default has the other models with requests, without
+        times: whole answers are served.
+        """
         on_turn = device.turn.model if device.turn else None
         names = dict.fromkeys([*device.working, *device.queued])
         return [InLine(name, Rule.UNTIL_DONE) for name in names if name != on_turn]
 
 
 def waiting_for_kv(state: State) -> Iterator[tuple[Request, list[DeviceState]]]:
-    """Yield the first request of each queue for KV, then the next once it has moved, with hosts."""
+    """Yield the first request of each queue for KV memory, with devices without a queue.
+
+    The devices host the request's model. If the caller moves the request at once, the next request
+    of the queue follows.
+    """
     without_line = [device for device in state.devices.values() if not device.waiting_for_kv]
     if len(without_line) in (0, len(state.devices)):
         return

@@ -169,8 +169,9 @@ def _need_bytes(model: Model) -> int:
 class RequestLevelPolicy(Policy):
     """Like ServerlessLLM: a free device takes the head of the queue and runs its model.
 
-    Requests of a running model join the model, at most ``max_live`` on a device, while there is KV
-    memory; the further requests wait, and may take another device.
+    Requests of a running model join the model. ``max_live`` limits the requests of a device;
+    further requests wait, and may take another device. The same holds for a request without KV
+    memory, and for all later requests of the model.
     """
 
     def __init__(self, name: str = "request-level", max_live: float = math.inf) -> None:

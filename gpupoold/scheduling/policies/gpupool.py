@@ -1,10 +1,10 @@
 """The default policy: every device prefills and decodes; :mod:`.planned_turns` orders turns.
 
 A model is served on the device that runs the model already, else on the device with the least load,
-preferring the home device among equals. A request that no device has begun moves to another device
-with less load. A full device begins another model only at the last moment, because another may
-become free. A model with too much load for one device gets a second. A device without KV memory for
-a request is full for the request.
+preferring the home device among equals. A request that no device has begun stays in the daemon, and
+moves to another device with less load. A full device begins another model only at the last moment,
+because another device may become free. A model with too much load for one device gets a second
+device. A device without KV memory for a request is full for the request.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ class GpupoolPolicy(Policy):
         yield from self._moves_for_kv(state, loads)
 
     def send(self, device: DeviceState, state: State, now_s: float) -> Iterable[Request]:
-        """Return requests of models that work there or have the turn, and can be prefilled next."""
+        """Return requests of models that work there already or have the turn.
+
+        If not all requests of a model can be on time, only the next prefills are returned.
+        """
         on_turn = device.turn.model if device.turn else None
         return [
             prefill
@@ -131,7 +134,11 @@ class GpupoolPolicy(Policy):
         ]
 
     def _next_prefills(self, device: DeviceState, queued: Batch, now_s: float) -> Sequence[Request]:
-        """Return the queued requests to send; long deferred ones first, within their share."""
+        """Return a model's queued requests to send now.
+
+        A deferred request that has waited for ``patience_s`` precedes requests on time, but not
+        more often than the share of starving batches allows.
+        """
         name, tuning = queued.model.name, self._tuning
         working = device.working.get(name)
         order = order_of([queued], device, now_s)
@@ -206,7 +213,10 @@ class GpupoolPolicy(Policy):
         return rank_planned_turns(plan.planned_turns, max(left_s, 0.0), plan.switching.is_exposed)
 
     def revise(self, turn: Turn, device: DeviceState, state: State, now_s: float) -> Turn:
-        """End a turn early for later urgent requests, a background turn at once."""
+        """End a turn early for requests that arrived later and cannot wait for its end.
+
+        A background turn ends at once for others. ``chunk_tokens`` is adapted to the batch.
+        """
         began_s = device.turn_began_s
         chunk_tokens = self._chunk_tokens(turn.model, device, now_s)
         if chunk_tokens != turn.chunk_tokens:
@@ -222,7 +232,10 @@ class GpupoolPolicy(Policy):
         return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)
 
     def _chunk_tokens(self, name: str, device: DeviceState, now_s: float) -> int | None:
-        """Return the limit of a step where whole prompts would delay answers, else None."""
+        """Return the limit of a step on a decode device where whole prompts would delay answers.
+
+        None if prompts may be prefilled at once.
+        """
         batch = device.batches[name]
         if device.role is Role.DECODE:
             return chunk_tokens(batch)
@@ -233,7 +246,10 @@ class GpupoolPolicy(Policy):
         return chunk_tokens(batch) if would_delay_answers(batch, now_s, expired_s) else None
 
     def first_token(self, request: Request, state: State, now_s: float) -> DeviceState | None:
-        """Choose a decode device by load as for a new request, or stay."""
+        """Choose a decode device by load as for a new request, or stay.
+
+        Also applies to answers whose prompts a decode device has prefilled.
+        """
         assert request.device is not None
         device = state.devices[request.device]
         if device.role is Role.DECODE or not (device.migrates_out or state.is_split):
@@ -245,7 +261,10 @@ class GpupoolPolicy(Policy):
         return choose(request, roomy, Loads(), self._answers_home, self._tuning)[0]
 
     def _migrations(self, state: State, loads: Loads) -> Iterable[Placement]:
-        """Move models that a full device has not begun to devices with enough free load."""
+        """Move models that a full device has not begun to devices with enough free load.
+
+        A moved model does not move back, because the other device does not become full.
+        """
         full_load = self._tuning.full_load
         for device in [device for device in state.devices.values() if device.queued]:
             for name in [name for name in device.queued if name not in device.working]:
@@ -308,6 +327,7 @@ class GpupoolPolicy(Policy):
         return _Plan(works, switching, planned_turns)
 
     def _waited_s(self, device: DeviceState, work: BatchWork, now_s: float) -> float:
+        """Return the seconds since the last turn, or since the oldest request if later."""
         served_s = self._served_s.get((device.number, work.model.name), -math.inf)
         if work.requests[0].arrival_s <= served_s:
             return now_s - served_s
@@ -322,9 +342,12 @@ def _latest_start_s(work: BatchWork, tuning: Tuning) -> float:
 def turn_for_lead(ranked: Ranked, device: DeviceState, tuning: Tuning) -> PlannedTurn | None:
     """Return a turn of the present model before the first ranked turn, None if not useful.
 
+    The present model is resident and ahead, but not far enough for the first turn; all turns that
+    can be on time still can be after the returned turn. Call this where switches are exposed.
+
     A model whose targets are short is at its ``window`` of lead soon, but the next model's turn
-    with both exposed switches takes longer. While the next turns can wait, the present model, which
-    is resident and ahead, decodes on, until its lead covers the time without it.
+    with both switches takes longer. While the next turns can wait, the present model decodes on,
+    until its lead covers the time without it.
     """
     by_rule = dict(ranked)
     kept = by_rule[Rule.DEADLINE]

@@ -57,8 +57,9 @@ POLICY_NAMES = tuple(_POLICIES)
 
 
 def make_policy(name: str, options: PolicyOptions | None = None) -> Policy:
-    """Return a new policy of ``POLICY_NAMES``.
+    """Return a new policy.
 
-    Raises KeyError: the name is unknown; see ``POLICY_NAMES``.
+    Raises:
+        KeyError: the name is unknown; see ``POLICY_NAMES``.
     """
     return _POLICIES[name](options or PolicyOptions())

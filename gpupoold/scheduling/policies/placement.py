@@ -1,4 +1,7 @@
-"""Placement of a request by the load of devices, and the devices of both stages of an answer."""
+"""Placement of a request by the load of devices, and the devices of both stages of an answer.
+
+Used by the policy `gpupool` and by the estimates of waiting times.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,11 @@ def place(
     homes: dict[str, int],
     tuning: Tuning,
 ) -> tuple[DeviceState, Rule]:
-    """Choose the planned home while the home keeps up, else as :func:`choose`, among helpers."""
+    """Choose the planned home while the home keeps up, else as :func:`choose`, among helpers.
+
+    Without a planned home, or if the home and its helpers are not among ``devices``, all devices
+    are eligible.
+    """
     planned = request.model.home
     if planned is None:
         return choose(request, devices, loads, homes, tuning)
@@ -69,12 +76,12 @@ def choose(
     homes: dict[str, int],
     tuning: Tuning,
 ) -> tuple[DeviceState, Rule]:
-    """Choose the device that serves the model, and the rule; a full device yields to a less loaded.
+    """Choose the device that serves the model; a full device yields to a less loaded device.
 
     A second device for a model costs a copy of the weights and a smaller batch on each device, so
     requests join the larger batch while its device keeps up, unless a device is free of other
     models. ``homes`` maps a model to the device chosen last when no device served the model, and is
-    updated.
+    updated. At least one device is required. The result includes the deciding rule.
     """
     model, full_load = request.model, tuning.full_load
     serving = [device for device in devices if _has_work(model, device)]
@@ -168,7 +175,10 @@ def _has_work(model: Model, device: DeviceState) -> bool:
 
 
 def _is_mostly(model: Model, device: DeviceState, loads: Loads) -> bool:
-    """Return whether the model has half of the load: moving others away would not help."""
+    """Return whether the model has at least half of the device's load.
+
+    Moving other models away would not help then.
+    """
     batch = device.working.get(model.name)
     if batch is None:  # all its requests may be migrating
         moving = device.moving.values()
@@ -203,8 +213,10 @@ def _rank(
 def chunk_tokens(batch: Batch) -> int:
     """Return the limit of a step of this batch: prompt tokens plus one per answer.
 
-    The limit keeps the step within the target by the latency model, but allows a grain of prompt
-    tokens: prompts must end, even if answers alone are late (TokenScale, sections IV-D and IV-E).
+    The limit keeps the step within the target by the latency model, and allows at least one grain
+    of prompt tokens: prompts on the device must end, even if answers alone are late.
+
+    Decode devices take prompts without delaying answers (TokenScale, sections IV-D and IV-E).
     """
     num_running = len(batch.requests) - batch.num_waiting
     longest = batch.waiting_tokens2 // batch.waiting_tokens if batch.waiting_tokens else 0
@@ -213,7 +225,10 @@ def chunk_tokens(batch: Batch) -> int:
 
 
 def would_delay_answers(batch: Batch, now_s: float, expired_s: float) -> bool:
-    """Return whether prefilling the prompts at once would make on-time answers late."""
+    """Return whether prefilling the prompts at once would make on-time answers late.
+
+    Prompts shorter than one target between tokens never count.
+    """
     prefill_s, tbt_s = batch.prefill_s(), batch.model.targets.tbt_s
     if prefill_s <= tbt_s or batch.num_waiting == len(batch.requests):
         return False
@@ -253,7 +268,10 @@ def prefill_in_s(request: Request, device: DeviceState) -> float:
 
 
 def converted_in_s(request: Request, device: DeviceState) -> float:
-    """Return the seconds to a first token in chunks, infinite without time or memory (eq. 6)."""
+    """Return the seconds until a decode device has the first token, prefilling in chunks.
+
+    Infinite if the answers leave no time, or the memory no space (equation 6).
+    """
     model = request.model
     batch = device.batches[model.name]
     velocity = convertible_velocity(batch, request.context_tokens)
@@ -270,7 +288,7 @@ def has_prefill_room(request: Request, device: DeviceState, velocity: float) -> 
     """Return whether the prompt fits into the KV reserved for prefills beside the answers.
 
     Prompts wait only up to what the device can prefill within the target of the first token, and
-    all its requests must fit without the host cache.
+    all requests on the device or on the way must fit without the host cache.
     """
     model = request.model
     room_bytes = device.up.capacity_bytes - model.weight_bytes
@@ -295,8 +313,8 @@ def stage(
 ) -> tuple[DeviceState, Rule, float]:
     """Choose the device for the prefill in two rounds (TokenScale, algorithm 1), with its time.
 
-    The best of ``devices``, which take prompts, if its first token is on time; else the device with
-    the earliest first token, decode devices included.
+    The first choice is the best of ``devices``, which take prompts, if its first token is on time;
+    else the device with the earliest first token, decode devices included.
     """
     in_s, chosen = best_prefiller(request, devices)
     ttft_s = request.model.targets.ttft_s
@@ -333,7 +351,9 @@ def best_converted(
 
 
 def _largest(batch: Batch, num_running: int, context_tokens: int, longest_prompt: int) -> int:
-    """Return the tokens of a step at the target; a last chunk attends to the whole prompt."""
+    """Return the tokens of a step at the target; a prompt's last chunk attends to the whole
+    prompt.
+    """
     base_s = _base_s(batch.speed, num_running, context_tokens)
     chunk_s, tbt_s = batch.speed.costs.chunk_s, batch.model.targets.tbt_s
 
@@ -356,8 +376,8 @@ def _batches(device: DeviceState) -> list[Batch]:
 def largest_chunk_tokens(step_s: Callable[[int], float], tbt_s: float, max_tokens: int) -> int:
     """Return the largest chunk of a mixed step within the target between tokens (section IV-D).
 
-    A chunk counts the prompt tokens and one token per running answer; ``step_s`` must not decrease.
-    0 means that not even one token is on time.
+    A chunk counts the prompt tokens and one token per running answer; ``step_s`` returns the time
+    of such a step and must not decrease. 0 means that not even one token is on time.
     """
     fits, too_many = 0, max_tokens + 1
     while too_many - fits > 1:
@@ -370,14 +390,19 @@ def largest_chunk_tokens(step_s: Callable[[int], float], tbt_s: float, max_token
 
 
 def convertible_prefill_velocity(chunk_tokens: int, mean_batch_size: float, step_s: float) -> float:
-    """Return the prompt tokens/s beside running answers: ``(chunk - batch) / step`` (eq. 5)."""
+    """Return the prompt tokens/s beside running answers: ``(chunk - batch) / step`` (eq. 5).
+
+    0 if the answers alone fill the chunk. ``step_s`` is the target between tokens, or the
+    measured time of a step with a full chunk.
+    """
     return max(0.0, chunk_tokens - mean_batch_size) / step_s
 
 
 def reserved_kv_bytes(velocity: float, ttft_s: float, kv_bytes_per_token: float) -> float:
     """Return the memory that a convertible decoder reserves for one prefill (equation 6).
 
-    It holds what can be prefilled within the target of the first token: a longer prompt goes
-    elsewhere. The time factor is inferred from the paper's text, which names the other two factors.
+    The memory holds the tokens that the decoder can prefill within the target of the first token:
+    a longer prompt goes elsewhere. The time factor is inferred from the paper's text, which names
+    the other two factors.
     """
     return velocity * ttft_s * kv_bytes_per_token

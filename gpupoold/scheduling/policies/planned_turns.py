@@ -1,9 +1,10 @@
 """Planned turns of a device: duration, value and order.
 
 A *planned turn* makes the first tokens of a model's waiting requests, then decodes its batch until
-every request has a lead of ``window`` on its deadlines. Turns are ordered by deadline while all
-deadlines can be met; otherwise the turns with the fewest on-time tokens per second are put off
-(Moore and Hodgson's rule, with weights). Expired requests do not influence the order.
+every request in the batch has a lead of ``window`` on its deadlines. Turns are ordered by deadline
+while all deadlines can be met; otherwise the turns with the fewest on-time tokens per second of the
+device are put off (Moore and Hodgson's rule, with weights). Expired requests do not influence the
+order: they run with their batch.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class BatchWork(NamedTuple):
 
     ``deadlines_s``: the next deadline of each; ``step_s``: a decode step with all of them;
     ``prefill_s``: the missing first tokens of ``num_waiting`` requests; ``is_new``: the device has
-    not begun the model; ``is_background``: all requests run in time that others leave.
+    not begun the model; ``speed``: the model's speed on the device; ``is_background``: all requests
+    run in time that others leave.
     """
 
     model: Model
@@ -91,9 +93,9 @@ class PlannedTurn(NamedTuple):
 
     ``due_in_s``: time to the first deadline to meet, infinite if all are expired; ``duration_s``
     includes the exposed part of the switch, ``quota_s`` does not. ``waited_s``: time since the last
-    turn, or since there is work. ``rule``: has changed the other values. ``is_ahead``: no token is
-    due before the end of the window, even without the turn. ``is_background``: runs in time that
-    others leave.
+    turn, or since there is work. ``rule``: a rule of the policy that has changed the other values.
+    ``is_ahead``: no token is due before the end of the window, even without the turn.
+    ``is_background``: the turn is for requests that run in time that others leave.
     """
 
     model: str
@@ -114,7 +116,10 @@ class PlannedTurn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Switching:
-    """The shortest useful turn, and whether no other turn hides the copy of a switch."""
+    """The effect of switching on planned turns.
+
+    ``floor_s``: the shortest useful turn; ``is_exposed``: no other turn hides the copy.
+    """
 
     floor_s: float
     is_exposed: bool
@@ -128,7 +133,10 @@ def work_of(device: DeviceState) -> list[BatchWork]:
 
 
 def prompts_since(device: DeviceState, since_s: float, besides: str) -> Iterator[Prompts]:
-    """Yield the requests waiting for a first token of models with some since ``since_s``."""
+    """Yield the requests waiting for a first token, by model, without the model ``besides``.
+
+    Models whose requests all arrived until ``since_s`` are left out.
+    """
     waiting = [name for name, batch in device.working.items() if batch.num_waiting]
     names = dict.fromkeys([*waiting, *device.queued])
     names.pop(besides, None)
@@ -172,7 +180,11 @@ def _work(batch: Batch, queued: Batch | None, *, is_new: bool = False) -> BatchW
 
 
 def load_of(device: DeviceState) -> float:
-    """Return the share of time that keeps all on target, plus the weighted share of memory."""
+    """Return a device's load: the needed share of time, plus the weighted share of memory.
+
+    The share of time keeps all requests on target, prompts included; the share of memory holds the
+    KV, with the weight ``_KV_WEIGHT``.
+    """
     load = 0.0
     kv_bytes = 0
     for batch in device.working.values():
@@ -214,7 +226,10 @@ def load_of_batch(batch: Batch, device: DeviceState) -> float:
 
 
 def queue_load(batch: Batch, device: DeviceState) -> float:
-    """Return the increase of a device's load by queued requests of a model: prompts and a step."""
+    """Return the increase of a device's load by queued requests of a model.
+
+    Counts the prompts, and a first step if the device does not run the model yet.
+    """
     model = batch.model
     load = batch.prefill_s(device.speed(model)) / model.targets.ttft_s
     if model.name not in device.working:
@@ -270,7 +285,11 @@ def plan_turn(
     *,
     prefills_only: bool = False,
 ) -> PlannedTurn:
-    """Plan a turn now after ``switch_s``; ``prefills_only`` or pooling ends with first tokens."""
+    """Plan a turn for this work now; ``switch_s`` is the time to make its model resident.
+
+    With ``prefills_only`` the turn ends with the first tokens: answers continue elsewhere. So does
+    the turn of a pooling model, whose results count as first tokens.
+    """
     targets, step_s, prefill_s = work.model.targets, work.step_s, work.prefill_s
     window_s, tbt_s = tuning.lead_share * targets.ttft_s, targets.tbt_s
     expired_at_s = now_s - tuning.expired_share * targets.ttft_s
@@ -344,7 +363,10 @@ def _tokens_in_time(
 
 
 def _num_first_in_time(deadlines_s: Sequence[float], start_s: float, prefill_s: float) -> int:
-    """Return the number of on-time first tokens by deadline, at least 1: due ones have no lead."""
+    """Return the number of first tokens on time if prompts of equal length run by deadline.
+
+    The result is at least 1, because first tokens that are due have no lead.
+    """
     each_s = prefill_s / max(1, len(deadlines_s))
     ordered = sorted(deadlines_s)
     in_time = sum(deadline_s >= start_s + k * each_s for k, deadline_s in enumerate(ordered, 1))
@@ -365,13 +387,15 @@ Ranked = list[tuple[Rule, list[PlannedTurn]]]
 def rank_planned_turns(
     planned_turns: Iterable[PlannedTurn], start_in_s: float = 0.0, is_switching_dear: bool = False
 ) -> Ranked:
-    """Return turns in order of execution with the deciding rules, the first in ``start_in_s``.
+    """Return turns in order of execution with the deciding rules, if the first starts in
+    ``start_in_s``.
 
     Turns are ordered by deadline. If a turn would be late, the least dense earlier turns are put
-    off, provided that the turn is then on time and denser than these together; else the late turn
-    is put off. Turns that are put off come next, the densest first; then turns with only expired
-    requests, the longest waiting first; then turns with a lead (before expired turns if
-    ``is_switching_dear``); last background turns. A turn of infinite value is never put off.
+    off, provided that the turn is then on time and denser than these turns together; otherwise the
+    late turn is put off. Turns that are put off come next, the densest first; then turns with only
+    expired requests, the longest waiting first; then turns with a lead (before expired turns if
+    ``is_switching_dear``); last background turns, the longest waiting first. A turn of infinite
+    value is never put off.
     """
     kept, put_off, expired, ahead, background = (list[PlannedTurn]() for _ in range(5))
     at_s = start_in_s

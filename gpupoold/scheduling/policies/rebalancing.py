@@ -1,12 +1,17 @@
 """Homes of models, and migration of running answers off a device with more load than predicted.
 
-After wrong predictions of lengths a device may be full beside an idle device. Aladdin (appendix D)
-then sends new requests elsewhere, as ``first_token`` does. The remaining remedy is to migrate
-running answers, which costs a copy of the KV out and in. A migration is worth the cost if
+Answers are placed at their first token by predicted lengths. After wrong predictions a device may
+be full beside an idle device. Aladdin (appendix D) then sends new requests elsewhere, as
+``first_token`` does, which uses the devices' real load. The remaining remedy is to migrate running
+answers.
 
-- the device is full, and the other stays below the limit for a second device of a model, with a
-  load lower by that gap: so no answer returns while loads stay the same;
-- the pause is a small part of the answer's remaining time, by a new prediction;
+A migration costs a copy of the answer's KV out and in, during which the answer pauses. A migration
+is worth the cost if
+
+- the device is full, and the other device stays below the limit for a second device of a model,
+  with a load lower by that gap: so no answer returns while loads stay the same;
+- the pause is a small part of the answer's remaining time, by the lengths of answers that got as
+  long (a new prediction, because the first one was wrong);
 - the migration does not make the next token late, or the token is late anyway;
 - the answer has not been migrated for half a minute.
 """
@@ -86,6 +91,7 @@ class Rebalancer:
         loads: Loads,
         now_s: float,
     ) -> Iterable[tuple[Request, DeviceState]]:
+        """Yield answers to migrate off a device, longest remainder first, while it is full."""
         targets = {
             name: self._targets(batch.model, source, devices, loads)
             for name, batch in source.working.items()
@@ -128,7 +134,10 @@ class Rebalancer:
     def _targets(
         self, model: Model, source: DeviceState, devices: list[DeviceState], loads: Loads
     ) -> list[DeviceState]:
-        """Return the other devices with free load and the model, its home and helpers."""
+        """Return the other devices with free load and the model working or resident.
+
+        A model with a planned home stays on the home and its helpers.
+        """
         return [
             device
             for device in able_devices(model, devices)
@@ -156,7 +165,8 @@ def _tokens_left(request: Request, state: State) -> float:
 
 
 class HomePlanner:
-    """Plans homes if switches may make answers late, or if not all devices host all models.
+    """Plans homes for models if switches between them may make answers late, or if not all devices
+    host all models.
 
     Otherwise a request is best placed by the loads of the moment. A home may lack the engine, which
     is then loaded (:mod:`gpupoold.scheduling.hosting`).
@@ -168,7 +178,10 @@ class HomePlanner:
         self._homes: dict[str, int] = {}
 
     def changes(self, state: State, now_s: float) -> dict[str, PlannedHome | None]:
-        """Return changed homes if planning is due; none without arrivals, or if roles are split."""
+        """Return the homes that have changed, if it is time to plan again.
+
+        Models without arrivals have no home; neither have any if roles are split.
+        """
         if now_s < self._next_s:
             return {}
         self._next_s = now_s + _PERIOD_S
@@ -188,7 +201,10 @@ class HomePlanner:
         return changed | dict.fromkeys(gone)
 
     def _helpers(self, devices: Sequence[HomeDevice]) -> dict[str, set[int]]:
-        """Return the devices where switches to each model, a home's, would take little time."""
+        """Return the devices where switches to each model would take little time.
+
+        Such switches make no answers of other models late either.
+        """
         helpers: dict[str, set[int]] = {name: set() for name in self._homes}
         for device in devices:
             here = [name for name, number in self._homes.items() if number == device.number]
@@ -199,7 +215,11 @@ class HomePlanner:
 
 
 def _devices(state: State, now_s: float, lead_share: float) -> list[HomeDevice]:
-    """Return devices in service with the work of models that live, or could soon, on each."""
+    """Return the devices in service with the expected work of the models that may live there.
+
+    Those are the hosts of a model, and devices that could load its engine once arrivals are known
+    for longer than a load takes. Models without arrivals have no work.
+    """
     models, lasting = state.models, state.arrivals.lasting
     rates = {name: rate for name, rate in lasting.rates_rps(now_s).items() if name in models}
     may_load = lasting.seen_s(now_s) >= _LEAST_SEEN_S
@@ -233,8 +253,9 @@ def expected_work(
 ) -> ModelDemand:
     """Return the expected work of a model on a device of a kind.
 
-    Answers are paced by the TBT target, so the number of live requests follows by Little's law, and
-    the model is without requests as often as an M/G/infinity queue is empty.
+    Answers are paced by the TBT target, so the number of live requests is the arrival rate
+    times the target's time for an answer (Little's law), and the model is without requests as
+    often as an M/G/infinity queue is empty.
     """
     targets = model.targets
     num_live = tokens = prefill_s = 0.0

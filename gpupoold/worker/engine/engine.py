@@ -511,11 +511,9 @@ def load_engine(
     """Build a model's engine, called ``name``, on gpupool's memory.
 
     ``prefixes`` keeps the KV of ended requests, if given; for ``kv_identity`` see
-    :class:`~gpupoold.wire.messages.LoadModel`.
-
-    Raises:
-        GpupoolError: the checkpoint cannot be served here, with vLLM's reason.
-        RankLost: another rank has ended, and this process ends soon.
+    :class:`~gpupoold.wire.messages.LoadModel`. Raises GpupoolError, with vLLM's reason, if the
+    checkpoint cannot be served here, and RankLost if another rank has ended: then this process ends
+    soon.
     """
     page_bytes = load.device.page_bytes
     start_load(skips_checkpoint=load.skips_checkpoint)

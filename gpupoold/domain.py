@@ -19,7 +19,11 @@ DEFAULT_TBT_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Token ``i`` (from 0) is due at ``arrival + ttft_s + i * tbt_s``, however late others are."""
+    """A model's targets for its users.
+
+    Token ``i`` (from 0) of a request is due at ``arrival + ttft_s + i * tbt_s``; a late token does
+    not move later deadlines.
+    """
 
     ttft_s: float = DEFAULT_TTFT_S
     tbt_s: float = DEFAULT_TBT_S
@@ -41,7 +45,11 @@ class Targets:
 
 
 class ModelState(StrEnum):
-    """Life of a registered model: ``draining`` before removal, ``failed`` with a reason."""
+    """Life of a registered model.
+
+    ``registered`` (known, not loaded) → ``loading`` → ``ready``; ``draining``
+    before removal; ``failed`` with a reason.
+    """
 
     REGISTERED = "registered"
     LOADING = "loading"
@@ -63,7 +71,11 @@ class Role(StrEnum):
 
 
 class Priority(StrEnum):
-    """A request's priority where memory or time is short, from its API key or a batch."""
+    """A request's priority where memory or time is short, from its API key.
+
+    ``BACKGROUND`` is the priority of requests in batches, which run in time that others leave; no
+    key has it.
+    """
 
     HIGH = "high"
     NORMAL = "normal"
@@ -71,7 +83,8 @@ class Priority(StrEnum):
     BACKGROUND = "background"
 
 
-BACKGROUND_TTFT_S = 86_400.0  # of requests in batches, whose deadlines are hours
+BACKGROUND_TTFT_S = 86_400.0
+"""TTFT target of requests in batches, whose deadlines are hours."""
 
 
 class FinishReason(StrEnum):
@@ -104,8 +117,8 @@ class FinalFailure(StrEnum):
 class Folder:
     """A folder of the configuration; for a missing folder, the facts of the nearest parent.
 
-    ``owner`` is a user id. ``num_bytes`` of content are 0 if not measured. ``hint`` says how to let
-    the daemon write to the folder, empty unless the daemon said so.
+    ``owner`` is a user id. ``num_bytes`` is the size of the content, 0 if not measured. ``hint``
+    says how to let the daemon write to the folder, empty unless the daemon said so.
     """
 
     key: str
@@ -121,10 +134,11 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A further name of a model, whose requests have other defaults, and perhaps targets.
+    """A further name of a model, whose requests have other defaults.
 
-    ``defaults`` are values of a request's fields by dotted names such as
-    ``chat_template_kwargs.enable_thinking``; ``system_prompt`` is for conversations without one.
+    ``defaults`` are values of fields of a request's body, by dotted names such as
+    ``chat_template_kwargs.enable_thinking``; ``system_prompt`` is a system message for
+    conversations without one. A target of None is the model's.
     """
 
     name: str
@@ -135,9 +149,10 @@ class Preset:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """A further name of a model, whose requests use a LoRA adapter of ``rank``.
+    """A further name of a model, whose requests use a LoRA adapter.
 
-    ``source`` is the user's text, ``path`` the folder. A target of None is the model's.
+    ``source`` is the user's text, ``path`` the resolved local folder, ``rank`` the adapter's rank.
+    A target of None is the model's.
     """
 
     name: str
@@ -162,8 +177,9 @@ class ModelDescription:
 
     ``source`` is the user's text (a path or a Hugging Face id), ``path`` the resolved local folder.
     ``max_model_len`` None means the checkpoint's own limit. ``engine`` has vLLM's options by name,
-    with values as on its command line. ``devices`` are chosen by hand, empty for the scheduling
-    core's choice. ``pace`` is that of streams, see :func:`.units.checked_pace`, empty for none.
+    with values as on vLLM's command line. ``devices`` are the devices chosen by hand for its
+    engines; empty leaves the choice to the scheduling core. ``pace`` is the pace of streams, see
+    :func:`.units.checked_pace`, empty for none.
     """
 
     name: ModelName
@@ -210,8 +226,8 @@ class ModelSpec(ModelDescription):
 class BatchRecord:
     """A batch of a client; times in wall-clock seconds.
 
-    ``models`` has some models of the requests, none before the input is checked. Requests may wait
-    until ``next_try_at``.
+    ``models`` has some models of the requests, none before the input is checked. ``next_try_at`` is
+    the time of the next try if requests wait for another try.
     """
 
     id: str
@@ -230,7 +246,8 @@ class BatchRecord:
 class FittedLaw:
     """A law of :mod:`gpupoold.latency` by name, with its constants and the quality of the fit.
 
-    Numbers are 0 for a law without a fit, and where not needed.
+    ``r_squared`` and the relative errors are 0 for a law without a fit, ``hidden_size`` and
+    ``intermediate_size`` where not needed.
     """
 
     law: str
@@ -245,19 +262,23 @@ class FittedLaw:
 
 SWITCH_STAGES = ("evict", "map", "weights", "kv")
 
-# Where a model's weights are at the start of a switch, if not on disk only: on the device, copied
-# to the device during the previous turn, or (some of them) in host memory; or read just before.
 WarmSource = Literal["resident", "prefetched", "host_cached"]
+"""Place of a model's weights at the start of a switch, if not on disk only.
+
+On the device, copied to the device during the previous turn, or (some of them) in host memory.
+"""
 WeightsSource = Literal[WarmSource, "cold"]
-# The largest transfer of a switch; ``pages`` are mappings without copies.
+"""Place of a model's weights before a switch; ``cold`` weights were read from disk just before."""
 LargestTransfer = Literal["none", "pages", "kv", "weights"]
+"""The largest transfer of a switch; ``pages`` are mappings without copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
     """A switch of ``device`` from model ``previous`` to ``model``, with stages and moved bytes.
 
-    ``at`` is in wall-clock seconds. ``weight_bytes`` does not contain prefetched weights.
+    ``at`` is the start in wall-clock seconds. ``weight_bytes`` does not contain weights that were
+    prefetched.
     """
 
     at: float
@@ -283,8 +304,9 @@ class Switch:
 class MainCounts:
     """Counts of one model's requests in a span of time.
 
-    Requests count at their arrival, outcomes at the end, tokens when sent. ``refused`` are not part
-    of ``requests``; ``dropped`` ended before their first token, which would have been late.
+    Requests count at their arrival, outcomes at the end, tokens when sent. ``refused`` requests are
+    not part of ``requests``; ``dropped`` requests ended before their first token, which would have
+    been late.
     """
 
     requests: int = 0
@@ -297,7 +319,10 @@ class MainCounts:
 
 @dataclass
 class RequestCounts(MainCounts):
-    """Counts with the other outcomes, ``failed`` with dropped requests, and of first tokens."""
+    """Counts with the other outcomes: ``failed`` includes dropped requests.
+
+    ``first_tokens`` counts requests that got their first token.
+    """
 
     aborted: int = 0
     failed: int = 0
@@ -331,7 +356,10 @@ class WaitingTurn:
 
 @dataclass
 class Turns:
-    """The present turn on a device, of ``left_s`` if with an end, and the queue behind it."""
+    """The present turn on a device and the queue behind the turn.
+
+    ``left_s`` is None for a turn without an end: no other model waits, or the policy sets none.
+    """
 
     device: int
     on_turn: str | None
@@ -361,8 +389,9 @@ class Event:
 class RequestRecord:
     """A finished request; a time is None if the request ended before.
 
-    ``finish_reason`` is a :class:`FinishReason`; ``error`` is the message sent to the client, empty
-    without a failure; ``api_key`` is the public id of the client's key.
+    ``arrived_at`` is in wall-clock seconds. ``finish_reason`` is a :class:`FinishReason`; ``error``
+    is the message sent to the client, empty without a failure; ``api_key`` is the public id of the
+    client's key.
     """
 
     request_id: str
@@ -436,9 +465,10 @@ class UseCounts:
 class DeviceFacts:
     """A device's memory for weights and KV, and measured rates; 0 before they are known.
 
-    ``bandwidth_bytes_per_s`` is the rate of a switch including mapping, ``link_*`` of plain copies.
-    ``kv_host_limit_bytes`` is None for no limit. ``rank_nodes`` has the NUMA node of each GPU, -1
-    if unknown, and ``far_share`` the share of the rate left to copies from another node.
+    ``bandwidth_bytes_per_s`` is the rate of a switch including mapping; ``link_in_`` and
+    ``link_out_bytes_per_s`` are rates of plain copies. ``kv_host_limit_bytes`` is the size of the
+    host's KV cache, None for no limit. ``rank_nodes`` has the NUMA node of each GPU, -1 if unknown,
+    and ``far_share`` the share of the rate left to copies from memory of another node.
     """
 
     device_bytes: int = 0
@@ -455,9 +485,9 @@ class DeviceFacts:
 class DeviceActivity:
     """The present model of a device, its steps and its memory.
 
-    ``prefetched_bytes`` of the weights belong to a coming turn. ``kv_host_bytes`` are without the
-    ``prefix_bytes`` of ended requests. ``num_recomputed`` counts KV dropped for lack of host
-    memory.
+    ``prefetched_bytes`` of the weights belong to a coming turn. ``kv_host_bytes`` is host memory
+    with KV, without the ``prefix_bytes`` with KV of ended requests. ``num_recomputed`` counts KV
+    dropped because host memory was full.
     """
 
     on_turn: str | None = None
@@ -471,9 +501,10 @@ class DeviceActivity:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Work of a device during ``seconds``: of steps, and of switches; bytes are means.
+    """Work of a device during ``seconds``: of steps, and of switches.
 
-    ``energy_j`` is None without readings; ``kv_host_bytes`` are in slabs of ``kv_host_slab_bytes``.
+    ``energy_j`` is None without readings. ``kv_host_bytes`` of the host KV cache were in use, in
+    slabs of ``kv_host_slab_bytes``: means over the time.
     """
 
     device: int

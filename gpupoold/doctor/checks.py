@@ -91,6 +91,7 @@ def fault(name: str, found: str, fix: str) -> Check:
 
 
 def check_all(facts: Facts) -> Iterator[Check]:
+    """Yield the results of all checks, in the order in which to repair faults."""
     settings = facts.settings
     if settings is None:
         yield fault("config", facts.problem, facts.fix)
@@ -207,7 +208,10 @@ def _check_versions(versions: VersionFacts, kinds: set[str]) -> Iterator[Check]:
 def check_groups(
     gpu: GpuFacts, settings: Settings, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Check]:
-    """Check the connections of each group of GPUs: NVLink, and one socket where possible."""
+    """Check the connections of each group of GPUs: NVLink, and one socket where possible.
+
+    ``environment`` determines the visible GPUs.
+    """
     for number, device in enumerate(settings.devices):
         if device.kind == "cuda" and device.num_gpus > 1:
             found = [index_of(gpu, ordinal, environment) for ordinal in device.gpus]
@@ -450,6 +454,7 @@ def check_limits(limits: LimitFacts, settings: Settings, pinned_bytes: int) -> I
 
 
 def check_folder(folder: Folder) -> Check:
+    """Check that a folder is writable, on a suitable file system, and has free space."""
     name = f"folder {folder.key}"
     found = f"{folder.path} on {folder.filesystem}, {format_bytes(folder.free_bytes)} free"
     if not folder.is_writable:

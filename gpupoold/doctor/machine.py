@@ -98,7 +98,10 @@ def _least(*sizes: int | None) -> int | None:
 def index_of(
     gpu: GpuFacts, ordinal: int, environment: Mapping[str, str] = os.environ
 ) -> int | None:
-    """Return NVML's index of a CUDA ordinal, None without such a GPU."""
+    """Return NVML's index of a CUDA ordinal, None without such a GPU.
+
+    ``environment`` determines the visible GPUs.
+    """
     entry = visible_entry(ordinal, environment)
     if entry is not None and entry.isdecimal():
         return int(entry) if int(entry) < len(gpu.gpus) else None

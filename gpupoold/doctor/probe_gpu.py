@@ -91,6 +91,7 @@ class _NvLinks(NamedTuple):
 
 
 def gpu_links(nvml: Any, handles: Sequence[object]) -> tuple[GpuLink, ...]:
+    """Return the connection of each two GPUs, in the order of NVML's indexes."""
 
     def address(handle: object) -> str:
         return _bus_id(nvml.nvmlDeviceGetPciInfo(handle))

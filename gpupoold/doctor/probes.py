@@ -191,6 +191,7 @@ def _try_moving_pages() -> None:
 def network_facts(
     settings: Settings, socket_path: Path, daemon: facts.DaemonFacts
 ) -> facts.NetworkFacts:
+    """Probe whether the public address is free, unless the daemon listens there already."""
     server = settings.server
     # A service has the address of its socket unit.
     address = daemon.http_url or f"{server.host}:{server.port}"

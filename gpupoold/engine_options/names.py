@@ -256,6 +256,7 @@ def options_for(options: Mapping[str, str], rank: int) -> dict[str, str]:
 
 
 def num_slots(options: Mapping[str, str]) -> int:
+    """Return the number of adapters in one step, 0 for an engine without adapters."""
     return _number(options, _PER_STEP, DEFAULT_MAX_LORAS) if takes_adapters(options) else 0
 
 

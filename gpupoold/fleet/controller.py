@@ -97,6 +97,7 @@ class Controller:
 
     @property
     def problems(self) -> dict[str, str]:
+        """Reasons of missing reports by node, and of failed additions by model and node."""
         of_models = {f"{name} on {node}": why for (name, node), (_, why) in self._failed.items()}
         return self._problems | of_models
 

@@ -222,6 +222,7 @@ class Entrance:
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[Callable[[int], bool]]:
+        """Yield a function to hold further bytes in the context; False means too many."""
         num_held = 0
 
         def hold(num_bytes: int) -> bool:

@@ -106,6 +106,7 @@ class Relay(ABC):
         return found
 
     def continuation(self, request: bytes) -> bytes:
+        """Return the body of the request to continue after the tokens so far."""
         return msgspec.json.encode(Continuation(msgspec.Raw(request), self.outputs()))
 
     def begin_again(self) -> None:

@@ -242,7 +242,10 @@ class VllmModelApi:
         self._client.push(outputs)
 
     def _refuse_grammars(self, request_ids: Iterable[str]) -> None:
-        """Fail requests whose grammar the engine gave up before the first token."""
+        """Fail requests whose grammar the engine could not make, before the first token.
+
+        The engine gives such a request up, and the client gets 400 with the reason.
+        """
         states = self._llm.output_processor.request_states
         known = (states.get(request_id) for request_id in request_ids)
         refused = [
@@ -399,7 +402,10 @@ def _engine_client(client: pool_client.PoolClient) -> Iterator[None]:
 
 
 def change_handlers(state: Any, model_config: Any) -> None:
-    """Change the handlers of a new application."""
+    """Change the handlers of a new application.
+
+    The handlers get gpupool's bounds, names and messages; requests are answered as by vLLM.
+    """
     # vLLM's OnlineRenderer creates the error while rendering a chat; the request's own fields alone
     # do not show whether tools are needed. The options are gpupool's in place of vLLM's.
     model = model_config.served_model_name

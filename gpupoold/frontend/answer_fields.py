@@ -128,6 +128,7 @@ _TABLES: Mapping[str, tuple[Table, Mapping[str, Table]]] = {
 
 
 def completing(path: str, send: Send) -> Send:
+    """Return ``send`` for an application; it completes answers to a request for ``path``."""
     tables = _TABLES.get(_RESPONSES if path.startswith(f"{_RESPONSES}/") else path)
     if tables is None:
         return send
@@ -204,6 +205,7 @@ def complete_events(body: bytes, events: Mapping[str, Table]) -> bytes:
 
 
 def _completed(text: bytes, table: Table) -> bytes:
+    """Return JSON with the fields of a table; the same text if it is no object."""
     try:
         answer = json.loads(text)
         if not isinstance(answer, dict):
@@ -237,6 +239,7 @@ def _objects(value: Any, place: list[str]) -> Iterator[Object]:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
+    """Return the body of an error, whose type follows from the HTTP status."""
     other = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
     return {"type": "error", "error": {"type": _TYPES.get(status, other), "message": message}}
 

@@ -115,7 +115,10 @@ class Callers:
         self.known.set()
 
     def of_batch(self, owner: str) -> Caller | None:
-        """Return the caller of a batch's requests, None if the owner may send none any more."""
+        """Return the caller of a batch's requests, None if the owner may send none any more.
+
+        ``owner`` is the id of the key that the batch was created with, empty without one.
+        """
         if not owner:
             return None if self._are_required else replace(self._anybody, is_batch=True)
         caller = self._by_id.get(owner)
@@ -402,7 +405,10 @@ _NAMES = frozenset((HEADER.encode(), CONTINUES_HEADER.encode()))
 
 
 def why_impossible(so_far: OutputSoFar, max_tokens: int, vocab_size: int) -> str:
-    """Return the reason against the continuation of a sample, empty without one."""
+    """Return the reason against the continuation of a sample, empty without one.
+
+    ``max_tokens`` is the request's limit.
+    """
     num_tokens, is_over = len(so_far.token_ids), so_far.finish_reason is not None
     if num_tokens > max_tokens or (num_tokens == max_tokens and not is_over):
         return f"{num_tokens} tokens of an answer of at most {max_tokens} leave none to make"

@@ -194,7 +194,11 @@ class Traces:
     """
 
     def __init__(self, endpoint: str, share: float = 1.0) -> None:
-        """Record ``share`` of the requests without a trace of their own."""
+        """Record ``share`` of the requests without a trace of their own.
+
+        ``endpoint`` is the URL of the collector, such as ``http://127.0.0.1:4318/v1/traces``; empty
+        for no traces.
+        """
         self._tracer: Any = None
         self._propagator: Any = None
         if endpoint:

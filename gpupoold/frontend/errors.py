@@ -129,7 +129,10 @@ def method_not_allowed(method: str, path: str, methods: Sequence[str]) -> ApiErr
 
 
 def no_such_model(name: str, known: Iterable[str]) -> ApiError:
-    """Return 404: the name is neither a model nor an alias of the caller's ``known`` models."""
+    """Return 404: the name is neither a model nor an alias of the caller's ``known`` models.
+
+    The message has the nearest name.
+    """
     near = [] if len(name) > _MAX_NAME_CHARS else difflib.get_close_matches(name, known, n=3)
     hint = (
         f"Did you mean {', '.join(f'`{other}`' for other in near)}?"

@@ -77,6 +77,7 @@ class Gate:
 
     @property
     def has_begun(self) -> bool:
+        """True if the client gets the API's output: there is some, and the gate is open."""
         return self._is_open and (bool(self._held) or self.answer.has_begun)
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
@@ -144,6 +145,7 @@ def refuse(error: ApiError) -> None:
 
 
 def has_asked() -> bool:
+    """Return whether the daemon has been asked for anything for the answer being made."""
     gate = _current.get()
     return gate is not None and not gate.is_untouched
 

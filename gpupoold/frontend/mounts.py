@@ -93,6 +93,7 @@ class Mounts:
         self._past: set[str] = set()
 
     def get(self, name: str) -> Mount | None:
+        """Return the API that takes new requests for the model, None without a mount."""
         return self._current.get(name)
 
     def was_mounted(self, name: str) -> bool:
@@ -184,7 +185,10 @@ class Mounts:
 
 
 class Catalog:
-    """The registered models by name and alias."""
+    """The registered models by name and alias.
+
+    A caller may be restricted to some models: the others do not exist for that caller.
+    """
 
     def __init__(self) -> None:
         self.ready = False
@@ -255,6 +259,7 @@ class Catalog:
 
 
 def _further(model: ServedModel) -> Iterator[ServedModel]:
+    """Yield a model's presets and adapters, each as a model of its own."""
     alone = msgspec.structs.replace(model, parent=model.name, aliases=(), presets=(), adapters=())
     for preset in model.presets:
         yield msgspec.structs.replace(alone, name=preset.name, presets=(preset,))

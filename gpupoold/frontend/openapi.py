@@ -36,7 +36,12 @@ _REF_PREFIX = "#/components/schemas/"
 def describe(
     engines: Iterable[Mapping[str, Any]], is_served: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """The description."""
+    """Return the OpenAPI description of this frontend.
+
+    Args:
+        engines: those of the models' APIs, one per kind; empty while no model is mounted.
+        is_served: whether a path of a model's API is within reach.
+    """
     paths: dict[str, Any] = dict(_own_paths()) | batches.PATHS
     schemas: dict[str, Any] = dict(batches.SCHEMAS)
     version = "3.1.0"
@@ -83,6 +88,7 @@ def _with_refusals(operation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _used(place: Any, schemas: Mapping[str, Any]) -> set[str]:
+    """Return the names of all schemas that ``place`` refers to, directly or indirectly."""
     used: set[str] = set()
     left = [place]
     while left:

@@ -320,6 +320,7 @@ _beside_tokens = operator.attrgetter(
 
 
 def put_in_a_row(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:
+    """Return one step with the outputs of several steps, one after the other."""
     joined = steps[-1]
     joined.outputs = [output for step in steps for output in step.outputs]
     return joined

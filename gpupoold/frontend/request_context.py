@@ -271,7 +271,10 @@ def name_responses(serving: Any) -> None:
 
 
 def name_as_requested(models: Any) -> None:
-    """Make vLLM's list of served names return the name in the request."""
+    """Make vLLM's list of served names return the name in the request.
+
+    vLLM returns the model's name for an alias, and a preset is an alias here.
+    """
     name_of: Callable[..., str] = models.model_name
     models.model_name = lambda lora_request=None: answer_name.get() or name_of(lora_request)
 

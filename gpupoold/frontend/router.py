@@ -372,7 +372,10 @@ def _is_served(path: str) -> bool:
 
 
 class CheckpointFiles:
-    """Serves the daemon's downloads."""
+    """Serves the daemon's downloads.
+
+    Requests must be signed with the fleet's secret; API keys do not count here.
+    """
 
     def __init__(self, calls: FleetCalls) -> None:
         self._calls = calls

@@ -94,6 +94,7 @@ def charge(num_bytes: int, parameter: str | None = None) -> None:
 
 
 def check_work(params: SamplingParams) -> None:
+    """Check the work for each token of all answers of the HTTP request."""
     count = counts.get()
     if costly := why_too_much_work(params, 1 if count is None else count.num_prompts):
         raise VLLMValidationError(costly[1], parameter=costly[0])
@@ -223,7 +224,7 @@ def count_entries(wanted: WantedEntries, max_tokens: int, *, is_stream: bool) ->
 
 
 def limit_logprobs(prompt: Any, params: SamplingParams, model_config: Any) -> None:
-    """Count the log-probabilities of a request; lower the limit of tokens that no client set.
+    """Count the log-probabilities of a request; lower its limit of tokens if the client set none.
 
     Raises VLLMValidationError: the HTTP request asks for too many.
     """

@@ -1,1 +1,4 @@
-"""Latency models of steps; imports the standard library and ``domain`` only."""
+"""Latency models of prefill and decode steps: shapes, fits, hardware, stored profiles.
+
+Pure: imports the standard library and ``domain`` only.
+"""

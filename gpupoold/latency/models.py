@@ -1,6 +1,7 @@
 """Latency models of a prefill, a decode step and a switch; their fits, also as plain data.
 
-Seconds are the sum of constants times terms, so one least-squares routine fits all models.
+Every model is linear in its constants: seconds are the sum of constant times term. So one
+least-squares routine fits all models.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class PrefillModel:
 
     ``t`` is the number of tokens in the batch, ``t2`` the sum of the squared prompt lengths, ``h``
     and ``m`` the hidden and the FFN size, ``b`` the block size of the attention kernel (128). The
-    constants belong to one model on one device. C1 and C2 in s per operation, C3 in s.
+    constants include the number of layers and of devices, and therefore belong to one model on one
+    device. C1 and C2 in s per operation, C3 in s.
     """
 
     hidden_size: int
@@ -95,7 +97,10 @@ class PrefillModel:
 
 @dataclass(frozen=True, slots=True)
 class LinearPrefill:
-    """Aladdin, equation 2: ``k1 * t + c1``, of ``token_s`` per prompt token and ``base_s``."""
+    """Aladdin, equation 2: ``k1 * t + c1``, linear in the tokens of the batch.
+
+    ``token_s`` is s per prompt token, ``base_s`` the rest.
+    """
 
     token_s: float = 0.0
     base_s: float = 0.0
@@ -120,9 +125,10 @@ class LinearPrefill:
 class LinearDecode:
     """Aladdin, equation 3: ``(k2 * mean context + c2) * b + c3``.
 
-    The mean context times the batch size is the total context: ``context_s`` is s per token of
-    context, ``sequence_s`` s per sequence. The paper states the equation for b > 1; here b = 1 is
-    on the same line.
+    The mean context times the batch size is the total context, so the model is linear in the batch
+    size and in the total context. ``context_s`` is s per token of context, ``sequence_s`` s per
+    sequence, ``base_s`` the rest. The paper states the equation for b > 1; here b = 1 is on the
+    same line.
     """
 
     context_s: float = 0.0
@@ -149,7 +155,11 @@ class LinearDecode:
 
 @dataclass(frozen=True, slots=True)
 class SwitchModel:
-    """Time to bring a model's missing bytes onto the device, by a measured bandwidth."""
+    """Time to bring a model's missing bytes onto the device.
+
+    The bandwidth is *measured*, so it includes the inefficiency of the link and needs no correction
+    factor.
+    """
 
     bandwidth_bytes_per_s: float
 
@@ -177,7 +187,11 @@ class SwitchModel:
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """All times of a model on a device; ``is_scaled``: by the constants of a measured neighbour."""
+    """A model on a device: all times for the scheduler.
+
+    ``is_scaled``: the constants are scaled from the nearest measured pair; ``source`` names the
+    origin.
+    """
 
     prefill: PrefillLaw
     decode: LinearDecode
@@ -200,7 +214,8 @@ class LatencyModel:
 
         ``chunks``: per prompt the finished tokens and the tokens of this step. The result is a step
         of the batch, or the fixed part of a prefill without a batch, plus the tokens' contribution
-        to their prompts' prefill. The weights are read once; real steps tend to be shorter.
+        to their prompts' prefill. The weights are read once; no other overlap is assumed, so real
+        steps tend to be shorter.
         """
         prefill = self.prefill.predict_s
         tokens_s = math.fsum(prefill([done + new]) - prefill([done]) for done, new in chunks)
@@ -244,7 +259,11 @@ class DecodeSample(NamedTuple):
 
 
 class Weighting(StrEnum):
-    """The errors to minimise: seconds, or per cent of the measured time, for all decades alike."""
+    """The errors to minimise.
+
+    ``absolute``: seconds, so that long steps dominate. ``relative``: per cent of the measured time,
+    so that all decades of a grid count equally.
+    """
 
     ABSOLUTE = "absolute"
     RELATIVE = "relative"
@@ -252,7 +271,11 @@ class Weighting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FitQuality:
-    """Deviation of a model from its points, in seconds or as parts of the measured time."""
+    """Deviation of a model from its points.
+
+    ``r_squared`` concerns seconds for either weighting; the relative errors are parts of the
+    measured time (0.05 is 5 %).
+    """
 
     r_squared: float
     mean_relative_error: float
@@ -269,7 +292,10 @@ class Fit(Generic[LawT]):
 
 
 def quality_of(law: Law[Any], samples: Sequence[PrefillSample | DecodeSample]) -> FitQuality:
-    """Return the deviation of ``law`` from measured steps; FitError without any, or a bad time."""
+    """Return the deviation of ``law`` from any measured steps.
+
+    Raises FitError: there are no samples, or a time is not positive.
+    """
     check_times(samples)
     if not samples:
         raise FitError("no points to compare the law with")
@@ -318,13 +344,19 @@ class StoredFit(FittedLaw):
         )
 
     def prefill_law(self) -> PrefillLaw:
-        """Return the prefill model; DataError for another law or number of constants."""
+        """Return the prefill model.
+
+        Raises DataError: ``law`` is not a prefill model, or the number of constants differs.
+        """
         law = PrefillModel(self.hidden_size, self.intermediate_size)
         laws: tuple[PrefillLaw, ...] = (law, LinearPrefill())
         return self._of_these("prefill", laws)
 
     def decode_law(self) -> LinearDecode:
-        """Return the decode model; DataError for another law or number of constants."""
+        """Return the decode model.
+
+        Raises DataError: ``law`` is not a decode model, or the number of constants differs.
+        """
         return self._of_these("decode", (LinearDecode(),))
 
     def _of_these(self, phase: str, laws: Sequence[LawT]) -> LawT:
@@ -341,7 +373,11 @@ class StoredFit(FittedLaw):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The result of profiling for ``duration_s``; a phase without a fit has a ``problem``."""
+    """The result of a profiling run; a phase without enough points has no fit.
+
+    ``problem`` is the reason for a missing fit, empty if both fits exist. ``duration_s`` is the
+    device time of the run.
+    """
 
     prefill: StoredFit | None
     decode: StoredFit | None
@@ -351,7 +387,11 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class StoredLatency:
-    """All measurements of a model on a kind of device, at a wall-clock time."""
+    """All measurements of a model on a kind of device.
+
+    ``bandwidth_bytes_per_s`` is the measured rate of weight copies, ``measured_at`` in wall-clock
+    seconds.
+    """
 
     device: str
     engine_version: str
@@ -378,7 +418,12 @@ class StoredLatency:
         return SwitchModel(self.bandwidth_bytes_per_s).predict_s(num_bytes)
 
     def model(self) -> LatencyModel | None:
-        """Return the latency model; None while a phase has no fit. Raises LatencyError."""
+        """Return the latency model; None while a phase has no fit.
+
+        Raises:
+            DataError: a stored law is unknown.
+            LatencyError: the bandwidth is not positive.
+        """
         if self.prefill is None or self.decode is None:
             return None
         return LatencyModel(

@@ -40,7 +40,10 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class MeasuredProfile:
-    """Fitted constants of a model on ``num_gpus`` GPUs of a kind, and the origin of the points."""
+    """Fitted constants of a model on a kind of GPU, and the origin of the points.
+
+    ``num_gpus`` is the size of the measured tensor-parallel group.
+    """
 
     gpu: str
     model: str
@@ -65,7 +68,10 @@ def measured_profiles() -> tuple[MeasuredProfile, ...]:
 
 
 def parse(lines: Iterable[str]) -> tuple[MeasuredProfile, ...]:
-    """Parse a file of ``scripts/fit_profiles.py``; DataError for a malformed line or pair."""
+    """Parse the text of a file written by ``scripts/fit_profiles.py``.
+
+    Raises DataError: the message names the incomplete or malformed line or pair.
+    """
     phases: dict[tuple[str, str, int], dict[str, Mapping[str, str]]] = {}
     for number, row in enumerate(csv.DictReader(lines), start=2):
         missing = [column for column in COLUMNS if not row.get(column)]
@@ -87,9 +93,16 @@ def latency_for(
     """Return the latency of a model on ``num_gpus`` GPUs of one kind.
 
     A packaged fit of the same dimensions on the same GPU is used directly; else the fit of the
-    nearest pair is scaled, and ``is_scaled`` is set. ``gpu`` is a name known to ``hardware``. The
-    bandwidth is that of the whole group, by default ``num_gpus`` times the hardware profile's.
-    ``candidates`` are by default the packaged fits. Raises DataError for an unknown GPU or size.
+    nearest pair is scaled, and ``is_scaled`` is set.
+
+    ``gpu`` is a name known to ``hardware``. ``num_gpus`` is the size of the tensor-parallel group.
+    ``bandwidth_bytes_per_s`` is the measured rate of host-to-device copies of the whole group, by
+    default ``num_gpus`` times the hardware profile's. ``candidates`` are the fits to choose from,
+    by default the packaged ones.
+
+    Raises:
+        DataError: the GPU is unknown, or no fit exists for a group of that size.
+        LatencyError: the bandwidth is not positive.
     """
     profile = hardware(gpu)
     known = measured_profiles() if candidates is None else candidates
@@ -130,7 +143,10 @@ def _rank(
 
 
 def _same_dimensions(shape: ModelShape, other: ModelShape) -> bool:
-    """Return whether all dimensions are equal, except the size of the vocabulary."""
+    """Return whether all dimensions are equal, except the number of parameters.
+
+    The vocabulary costs only one row of the last layer per sequence.
+    """
     return all(
         getattr(shape, name) == getattr(other, name)
         for name in shape.__slots__
@@ -179,7 +195,10 @@ def _q(row: Mapping[str, str]) -> FitQuality:
 def distance(
     shape: ModelShape, gpu: HardwareProfile, other_shape: ModelShape, other_gpu: HardwareProfile
 ) -> float:
-    """Return the sum of logarithms of ratios: work and KV per token, compute, memory bandwidth."""
+    """Return the distance of a measured pair from a requested pair: sum of logarithms of ratios.
+
+    Compares the work per token, the KV per token, compute and memory bandwidth.
+    """
     ratios = (
         _work(shape) / _work(other_shape),
         shape.kv_bytes_per_token / other_shape.kv_bytes_per_token,

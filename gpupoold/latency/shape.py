@@ -1,4 +1,7 @@
-"""The facts that determine latency: a model's dimensions, and GPUs of ``hardware.toml``."""
+"""The facts that determine latency: a model's dimensions, and GPUs of ``hardware.toml``.
+
+No number of a GPU is in code. Errors in the inputs are ``ValueError``.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +70,8 @@ class DataError(LatencyError):
 class ModelShape:
     """The dimensions of a decoder-only transformer.
 
-    ``intermediate_size`` is the width that a token passes: for a mixture of experts, the sum over
-    the chosen experts. ``num_parameters`` counts all experts.
+    ``intermediate_size`` is the width of the feed-forward network that a token passes: for a
+    mixture of experts, the sum over the chosen experts. ``num_parameters`` counts all experts.
     """
 
     num_layers: int
@@ -124,12 +127,16 @@ class ModelShape:
 def from_hf_config(
     config: Mapping[str, Any], num_parameters: int | None = None, dtype: str | None = None
 ) -> ModelShape:
-    """Return the shape in a checkpoint's ``config.json``, or raise ShapeError.
+    """Return the shape in a checkpoint's ``config.json``.
 
-    Of a multimodal model ``text_config`` counts. ``num_parameters`` may come from the checkpoint's
-    index; otherwise parameters are counted from the dimensions, which is exact for the Llama family
-    and misses at most the biases of other families. ``dtype`` of the weights and the KV defaults to
-    the configuration's, else 16 bits.
+    ``config`` is the file as a dictionary; of a multimodal model, its ``text_config`` counts.
+    ``num_parameters`` may come from the checkpoint's index; otherwise parameters are counted from
+    the dimensions, which is exact for the Llama family (Llama, Yi, InternLM2, Mixtral) and misses
+    at most the biases of other families. ``dtype`` of the weights and the KV defaults to the
+    configuration's, else 16 bits.
+
+    Raises ShapeError: the message names a missing or invalid key, an unknown dtype, or an
+    unsupported kind of attention.
     """
     text = config.get("text_config", config)
     if text.get("kv_lora_rank"):
@@ -170,7 +177,10 @@ def builtin_shapes() -> dict[str, ModelShape]:
 
 
 def builtin_shape(name: str) -> ModelShape:
-    """Return the shape of a packaged model such as ``Llama-3.1-8B``, or raise DataError."""
+    """Return the shape of a packaged model, for example ``Llama-3.1-8B``.
+
+    Raises DataError: the name is unknown; the message lists the known names.
+    """
     shapes = builtin_shapes()
     if name not in shapes:
         raise DataError(f"no built-in shape {name!r}: there are {', '.join(sorted(shapes))}")
@@ -200,6 +210,7 @@ def _dtype_bytes(config: Mapping[str, Any], dtype: str | None) -> int:
 
 
 def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of experts in a layer, and of experts per token."""
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if config.get(key):
             return _read(config, key), _read(config, "num_experts_per_tok")
@@ -240,9 +251,11 @@ def why_undivided(
 ) -> str:
     """Return why ``degree`` GPUs cannot share a model equally; empty if they can.
 
-    ``width`` is that of the feed-forward network, or of an expert. None for what is unknown. The
-    rules are those of vLLM's tensor parallelism: each GPU computes an equal part of the attention
-    heads, of the feed-forward network and of the vocabulary. Few KV heads are copied.
+    ``width`` is that of the feed-forward network, or of an expert. None for what is unknown.
+
+    The rules are those of vLLM's tensor parallelism: each GPU computes an equal part of the
+    attention heads, of the feed-forward network and of the vocabulary. KV heads are copied if there
+    are fewer heads than GPUs.
     """
     if num_heads is not None and num_heads % degree:
         return f"{num_heads} attention heads are not divisible by {degree}"
@@ -277,9 +290,9 @@ def held_kv_heads(num_kv_heads: int, degree: int) -> int:
 class HardwareProfile:
     """A kind of GPU.
 
-    ``pcie_bandwidth_bytes_per_s`` is the practical rate of host-to-device copies; if not
-    ``is_pcie_measured``, of another GPU with the same link. ``bf16_flops`` is dense. ``sources``
-    has a sentence for each field of ``NUMBERS`` and for ``host_link``.
+    ``pcie_bandwidth_bytes_per_s`` is the practical rate of host-to-device copies; if
+    ``is_pcie_measured`` is false, the rate of another GPU with the same link. ``bf16_flops`` is
+    dense. ``sources`` has a sentence for each field of ``NUMBERS`` and for ``host_link``.
     """
 
     name: str
@@ -295,13 +308,19 @@ class HardwareProfile:
 
 @cache
 def hardware_profiles() -> dict[str, HardwareProfile]:
-    """Return all packaged profiles by name; DataError for a number without source."""
+    """Return all packaged profiles by name.
+
+    Raises DataError: the message names a GPU and a number without source.
+    """
     text = resources.files("gpupoold.latency").joinpath("hardware.toml").read_text("utf-8")
     return {name: profile_from(name, entry) for name, entry in tomllib.loads(text).items()}
 
 
 def hardware(name: str) -> HardwareProfile:
-    """Return the profile of a GPU by its short name, or by the driver's name, or DataError."""
+    """Return the profile of a GPU by its short name, or by the driver's name.
+
+    Raises DataError: the name is unknown; the message lists the known names.
+    """
     profiles = hardware_profiles()
     wanted = name.casefold()
     for profile in profiles.values():
@@ -311,7 +330,10 @@ def hardware(name: str) -> HardwareProfile:
 
 
 def profile_from(name: str, entry: Mapping[str, Any]) -> HardwareProfile:
-    """Return the profile of an entry; DataError for a missing field or source, or a bad number."""
+    """Check one entry of the file and return its profile.
+
+    Raises DataError: a field or a number's source is missing, or a number is not positive.
+    """
     sources = entry.get("sources", {})
     for key in (*NUMBERS, "host_link", "is_pcie_measured"):
         if key not in entry:

@@ -28,7 +28,9 @@ class LinkBandwidth:
 
 
 def measure_link(device: Device, pool: PagePool, num_bytes: int = _PROBE_BYTES) -> LinkBandwidth:
-    """Copy ``num_bytes`` each way, as far as pages allow; return the best of three tries.
+    """Copy ``num_bytes``, or as much as free pages allow, each way; return the best of three.
+
+    Pages and pinned host memory are allocated before, so only the link is measured.
 
     Raises:
         OutOfPages: no page is free.
@@ -48,8 +50,8 @@ def measure_far_share(device: Device, pool: PagePool, near: LinkBandwidth) -> fl
     """Return the share of the link's rate that copies in from another NUMA node have.
 
     1 on a machine with one node. The device copies such memory through buffers from now on, if that
-    is faster. The share is 0.31 with a P100 (gearshifft#82), 1 with an EPYC 9554
-    (rocm_bandwidth_test#129).
+    is faster. The share depends on the machine: 0.31 with a P100 (gearshifft#82), 1 with an EPYC
+    9554 (rocm_bandwidth_test#129).
     """
     own = device.rank_nodes[0]
     far = next((node for node in sorted(node_bytes()) if node != own), None)
@@ -91,6 +93,7 @@ def _fill_s(device: Device, scratch: Scratch) -> float:
 
 
 def _best_of(device: Device, direction: Direction, whole: Copy) -> float:
+    """Return the bytes per second of the fastest try, in batches as the transfers make them."""
     batches = list(cut([whole], device.copy_batch_bytes))
     copy_stream = device.open_copy_stream(direction)
     try:
@@ -136,7 +139,10 @@ def scratch_memory(
     is_pinned: bool = True,
     node: int | None = None,
 ) -> Iterator[Scratch]:
-    """Allocate device memory and touched, pinned host memory on ``node`` for the context.
+    """Allocate ``num_bytes`` of device memory and of pinned host memory until the context ends.
+
+    All pages are touched before. If ``is_mapped`` is false, the address range has no pages. The
+    host memory is on a NUMA ``node``, None for the device's.
 
     Raises:
         OutOfPages: the device has fewer free pages.

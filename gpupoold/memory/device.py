@@ -1,4 +1,7 @@
-"""The interface of a device, and ranges of addresses with its physical pages mapped."""
+"""The interface of a device, and ranges of addresses with its physical pages mapped.
+
+A device has physical pages, reserved addresses, copies to and from the host.
+"""
 
 from __future__ import annotations
 
@@ -72,14 +75,17 @@ class CopyStream(Protocol):
 
     Until a copy has finished, its pages must stay mapped, its host memory pinned, and no kernel may
     use its bytes. Kernels launched before ``fence`` finish before any copy that starts ``after``
-    the fence. A fence of any copy stream of a direction applies to all.
+    the fence. If a device has several copy streams per direction, a fence of any applies to all.
     """
 
     def fence(self) -> int:
         """Return a fence after all kernels launched so far; called by the turn loop's thread."""
 
     def begin(self, copies: Sequence[Copy], after: int) -> int:
-        """Start ``copies`` as one batch, in any order; return its number for ``wait``."""
+        """Start ``copies`` as one batch, in any order; return its number for ``wait``.
+
+        May return before the copies have finished.
+        """
 
     def wait(self, batch: int) -> None:
         """Return when a batch and all earlier ones have finished."""
@@ -89,7 +95,10 @@ class CopyStream(Protocol):
 
 
 class Fence:
-    """The kernels launched before ``record``; of no effect where kernels are synchronous."""
+    """A moment of the engines' work: the kernels launched before ``record``.
+
+    This class is the fence of a device whose kernels are synchronous: no method has work to do.
+    """
 
     def record(self) -> None:
         """Take the present moment instead of the former one."""
@@ -105,27 +114,40 @@ class Device(ABC):
     """One device's memory.
 
     The worker's turn loop makes all calls, except those of copy streams and of ``DeviceThread``.
-    Physical pages ``0 .. num_pages - 1`` exist until ``close``; the page pool assigns the pages to
-    owners. Addresses are integers, valid for tensors while pages are mapped.
+
+    Physical pages ``0 .. num_pages - 1`` exist from construction to ``close``; the page pool
+    assigns the pages to owners. Addresses are plain integers, valid for tensors while pages are
+    mapped.
     """
 
     page_bytes: int
     num_pages: int
     is_host_addressable: bool
-    has_link: bool = True  # else the host's cores copy, which delays steps instead of overlapping
-    table_pages: int = 1  # per page table, where moving a whole table makes mapping cheaper
-    piece_bytes: int = 16 << 20  # copied by map_and_fill() while it maps the next piece, if it can
-    load_slack_bytes: int = 0  # needed by vLLM beyond a model's weights during a load
-    copy_batch_bytes: int = 8 << 20  # that a copy stream copies at a time, to keep the link busy
-    rank_nodes: Sequence[int] = (NO_NODE,)  # with the nearest host memory of each rank
-    pci_bus_id: str = ""  # of the first GPU; empty on an emulated device
-    num_ranks: int = 1  # GPUs that hold each model together; pages and bytes are of one rank
+    has_link: bool = True
+    """False if the host's cores make the copies, which then delay steps instead of overlapping."""
+    table_pages: int = 1
+    """Pages per page table, where moving a whole table makes mapping cheaper."""
+    piece_bytes: int = 16 << 20
+    """Bytes that ``map_and_fill`` copies while it maps the next piece, if the backend can."""
+    load_slack_bytes: int = 0
+    """Memory that vLLM needs beyond a model's weights while it loads the model."""
+    copy_batch_bytes: int = 8 << 20
+    """Bytes that a copy stream copies at a time, enough to keep the link busy."""
+    rank_nodes: Sequence[int] = (NO_NODE,)
+    """NUMA node with the nearest host memory of each rank, ``NO_NODE`` if all nodes are equal."""
+    pci_bus_id: str = ""
+    """PCI address of the GPU, of the first GPU of a group; empty on an emulated device."""
+    num_ranks: int = 1
+    """Number of GPUs that hold each model together. Pages and bytes are those of one rank."""
 
     def __init__(self) -> None:
         self.spent = FillTime()
 
     def share_host(self, address: int, num_bytes: int, fd: int) -> None:  # noqa: B027
-        """Let rank ``r`` map and pin from ``r * num_bytes`` on; part 0 is the caller's."""
+        """Let the other ranks map and pin their parts of the memory behind ``fd``.
+
+        Part ``r`` begins at ``r * num_bytes``; the caller has mapped and pinned part 0.
+        """
 
     @abstractmethod
     def reserve(self, num_pages: int) -> int:
@@ -137,7 +159,10 @@ class Device(ABC):
 
     @abstractmethod
     def map(self, address: int, runs: list[PageRun]) -> None:
-        """Map the runs in order from ``address``, all or nothing; contents are undefined."""
+        """Map the runs one after the other from ``address``; contents are undefined.
+
+        After an exception nothing is mapped.
+        """
 
     def unmap(self, address: int, runs: list[PageRun]) -> None:
         """Undo a ``map`` of the same runs at ``address``; the range stays reserved."""
@@ -147,7 +172,10 @@ class Device(ABC):
     def unmap_each(
         self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
     ) -> None:
-        """Unmap several mappings, which no kernel launched after ``last_use``, if given, uses."""
+        """Unmap several mappings; backends wait only once for users of the pages.
+
+        No kernel launched after ``last_use`` uses the pages; None means that any kernel may.
+        """
 
     def open_fence(self) -> Fence:
         """Return a fence without a moment."""
@@ -155,7 +183,10 @@ class Device(ABC):
 
     @abstractmethod
     def map_and_fill(self, address: int, runs: list[PageRun], source: int | None) -> None:
-        """Map, and copy from ``source`` (None: zeros), overlapped if possible; all or nothing."""
+        """Map, then copy the same number of bytes from host address ``source`` (None: zeros).
+
+        After an exception nothing is mapped. Backends overlap mapping and copying where possible.
+        """
 
     @abstractmethod
     def zero(self, address: int, num_bytes: int) -> None:
@@ -192,7 +223,10 @@ class Device(ABC):
         """Return when all ranks have made the copies and mappings of the calls above."""
 
     def pin(self, address: int, num_bytes: int) -> None:  # noqa: B027
-        """Pin host memory for fast copies, if permitted: 0.1 s per GB, so never in a switch."""
+        """Pin host memory for full-speed copies, as far as the driver permits.
+
+        Slow on a GPU (0.1 s per GB), so never called in a switch.
+        """
 
     def pin_later(self, address: int, num_bytes: int) -> None:  # noqa: B027
         """Pin host memory in idle moments; return at once. Copies are slower until then."""
@@ -264,8 +298,9 @@ class AddressRange:
         self._holders = [0] * num_pages
         self._physical = [-1] * num_pages
         self.num_mapped = 0
-        # The owner's last kernels, None while the owner may launch more.
+        """Number of pool pages mapped into this address range."""
         self.last_use: Fence | None = None
+        """The owner's last kernels, None while the owner may launch more."""
 
     @property
     def physical_pages(self) -> list[int]:
@@ -286,9 +321,10 @@ class AddressRange:
         """Retain ``pages``; map the unmapped pages among them and return these as ranges.
 
         New pages are filled from the host bytes at ``source`` (which covers all of ``pages``) or
-        with zeros, so that no bytes of another model are visible. If not ``is_filled``, the caller
-        fills the new pages before any reader. Raises OutOfPages; after any error nothing was
-        changed.
+        with zeros, so that no bytes of another model are visible. If ``is_filled`` is false, the
+        caller fills the new pages before any reader.
+
+        Raises OutOfPages: nothing was changed, as after any error of the device.
         """
         missing = self._spans(pages, mapped=False)
         first = missing[0].start if missing else 0
@@ -321,7 +357,7 @@ class AddressRange:
         return missing
 
     def bind(self, owner: WeightsId, first: int, num_pages: int) -> int:
-        """Map pages from ``first`` on that ``unbind`` left, else give these up; return how many.
+        """Map up to ``num_pages`` from page ``first`` on that ``unbind`` has left; return how many.
 
         Raises Exception: the device cannot map; the contents are given up.
         """
@@ -350,7 +386,10 @@ class AddressRange:
         self.drop_each([pages])
 
     def drop_each(self, ranges: Iterable[range]) -> None:
-        """Release several ranges, with one wait of the device; ValueError for a free page."""
+        """Release several ranges, with one wait of the device for all.
+
+        Raises ValueError: a page has no holder.
+        """
         self._pool.free(self._unmap(ranges))
 
     def _unmap(self, ranges: Iterable[range]) -> list[PageRun]:

@@ -40,7 +40,11 @@ _UNPIN_SHARE = 1 / 3
 
 
 def default_page_bytes(device_bytes: int) -> int:
-    """Return 64 KiB, or more: a process has 65,530 mappings, of which a page may take two."""
+    """Return 64 KiB, more for large devices: a process may have only 65,530 mappings.
+
+    At worst each page takes two mappings, for the page and for the gap behind; torch has
+    thousands of mappings.
+    """
     page_bytes = 64 << 10
     while device_bytes // page_bytes > _MAX_PAGES:
         page_bytes *= 2
@@ -117,9 +121,12 @@ class EmulatedDevice(Device):
 
     Copies to and from the host, in each direction, take as long as over a link of
     ``link_bytes_per_s``; without a link (0), as long as the host's cores take. Kernels and copies
-    are synchronous, so that fences need no work. With a modelled ``driver`` host memory is pinned
-    and copied as on a GPU; otherwise copies are equally fast from all host memory. Raises OSError
-    without enough memory, or before kernel 5.13, which cannot move page tables of shared memory.
+    are synchronous, and torch uses host memory, so that fences and the release of memory need no
+    work. With a modelled ``driver`` host memory is pinned and copied as on a GPU; otherwise copies
+    are equally fast from all host memory.
+
+    Raises OSError: the machine has too little free memory, or a kernel before 5.13, which cannot
+    move page tables of shared memory.
     """
 
     is_host_addressable = True
@@ -290,7 +297,10 @@ class EmulatedDevice(Device):
 
 
 def _num_copiers() -> int:
-    """Return the number of copying threads: with one too many, a copy waits ms for a core."""
+    """Return the number of copying threads: one per core except the stepping thread's, 1 or 2.
+
+    With one thread too many, a copy waits milliseconds for a core.
+    """
     return max(1, min(2, len(os.sched_getaffinity(0)) - 1))
 
 

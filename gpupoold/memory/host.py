@@ -62,7 +62,10 @@ class Slot(Protocol):
 def lay(
     extents: Iterable[tuple[int, int]], pieces: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(address, host_address, num_bytes)``: extents cut at the ends of host memory."""
+    """Distribute ``(address, num_bytes)`` extents over pieces of host memory in order.
+
+    Yields ``(address, host_address, num_bytes)``, cut at the ends of pieces.
+    """
     rest = iter(pieces)
     host_address, room = next(rest, (0, 0))
     for address, num_bytes in extents:
@@ -96,10 +99,13 @@ class Evictable(Protocol):
 class KvHostCache:
     """Host slots for the KV of paused requests, within a byte budget; for one thread.
 
-    ``prefixes``, if set, keeps KV of ended requests here, which is evicted for other slots;
-    ``table`` has their places, behind the bytes of all ranks in the memfd ``fd``. Models with
-    blocks of different sizes share the memory by slabs (:mod:`gpupoold.memory.slabs`). The kernel
-    allocates the buffer's memory only when slots are first used or pinned.
+    ``prefixes``, if set, keeps KV of ended requests here, which is evicted for other slots.
+
+    Models with blocks of different sizes share the memory by slabs (:mod:`gpupoold.memory.slabs`).
+    The kernel allocates the buffer's memory only when slots are first used or pinned.
+
+    ``table`` has the places of these prefixes, behind the bytes of all ranks in the memfd; None in
+    a cache without memory.
     """
 
     def __init__(
@@ -127,6 +133,7 @@ class KvHostCache:
         self.shape = shape = CacheShape(self.budget_bytes, slab_bytes, num_ranks)
         self.table: PrefixTable | None = None
         self.fd = _fd_of_shape(former_fd, shape)
+        """The memfd, for other processes to map."""
         try:
             if self.budget_bytes:
                 is_new = self.fd != former_fd
@@ -147,7 +154,10 @@ class KvHostCache:
         return None if blocks is None else HostSlot(self, blocks)
 
     def pin(self, device: Device) -> None:
-        """Pin the whole buffer for copies of ``device`` in idle moments; OSError without memory."""
+        """Pin the whole buffer for copies of ``device`` in idle moments.
+
+        Raises OSError: the machine has too little free memory for the whole buffer.
+        """
         if not self.budget_bytes:
             return
         if not device.is_host_addressable:
@@ -176,19 +186,27 @@ class KvHostCache:
         return 0 if self.prefixes is None else self.prefixes.used_bytes
 
     def num_free_blocks(self, block_bytes: int) -> int:
-        """Return about how many blocks fit, too many where evictions would free no whole slabs."""
+        """Return an estimate of the number of blocks of ``block_bytes`` for one new slot.
+
+        Too high if evictions of prefixes with blocks of other sizes free no whole slabs.
+        """
         free, prefixes = self.slabs.num_free_blocks(block_bytes), self.prefixes
         return free + (0 if prefixes is None else prefixes.evictable_bytes // block_bytes)
 
     def make_room(self, block_bytes: int, num_blocks: int) -> int:
-        """Evict prefixes for a slot as far as possible; return the blocks that have room."""
+        """Evict prefixes until a slot has room, as far as possible.
+
+        Returns the number of blocks of ``block_bytes`` that have room.
+        """
         while (free := self.slabs.num_free_blocks(block_bytes)) < num_blocks:
             if self.prefixes is None or not self.prefixes.evict_oldest():
                 break
         return free
 
     def allocate(self, block_bytes: int, num_blocks: int) -> HostSlot | None:
-        """Return a slot of ``num_blocks`` KV blocks, evicting prefixes; None without space.
+        """Return a slot of ``num_blocks`` KV blocks of ``block_bytes``; None if there is no space.
+
+        Prefixes are evicted for the slot.
 
         Raises ValueError: a block has no bytes, or the number of blocks is negative.
         """
@@ -295,7 +313,10 @@ class PrefixTable:
     """
 
     def __init__(self, fd: int, shape: CacheShape, *, is_new: bool = False) -> None:
-        """Map the table of a cache, new if ``is_new``; raise ValueError if the sizes are others."""
+        """Map the table of a cache; create the table if the cache ``is_new``.
+
+        Raises ValueError: the cache has other sizes.
+        """
         if os.fstat(fd).st_size != shape.file_bytes:
             raise ValueError(f"the KV host cache has not the {shape.file_bytes} bytes of {shape}")
         self.shape = shape
@@ -313,7 +334,10 @@ class PrefixTable:
         self._free: list[int] = []  # numbers without a record, for the writer
 
     def open_for_writing(self) -> list[Record]:
-        """Return the records whose bytes have arrived, oldest use first; remove others."""
+        """Return the records with bytes that have arrived, least recently used first.
+
+        Other records, whose bytes will not arrive any more, are removed.
+        """
         versions = dict(self._versions())
         found = [self.read(number) for number in versions]
         records = [record for record in found if record is not None]
@@ -390,7 +414,10 @@ class PrefixTable:
         return found == version
 
     def added_since(self, num_seen: int) -> tuple[Sequence[int], int]:
-        """Return at least the records added after the first ``num_seen``, and their total."""
+        """Return the numbers of records added after the first ``num_seen``, and their total.
+
+        May include further records, and records that were removed.
+        """
         [total] = _WORD.unpack_from(self._map, self._skip + _NUM_ADDED_AT)
         if total - num_seen >= _NUM_LATEST:
             return [number for number, _ in self._versions()], total
@@ -419,6 +446,10 @@ class CacheBytes:
     """The mapped bytes of a cache; the kernel allocates memory only where something is written."""
 
     def __init__(self, fd: int, shape: CacheShape) -> None:
+        """Map the bytes of ``fd``, which stays the caller's.
+
+        Raises OSError: the process has too few addresses.
+        """
         self.shape = shape
         flags = libc.MAP_SHARED | libc.MAP_NORESERVE
         self._address = libc.mmap(None, shape.data_bytes, libc.PROT_READ_WRITE, flags, fd, 0)

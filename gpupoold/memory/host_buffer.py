@@ -48,7 +48,10 @@ class HostBuffer:
         *,
         is_populated: bool = True,
     ) -> HostBuffer:
-        """Create a zeroed buffer of equal parts on ``nodes``; check unless memory is known.
+        """Create a zeroed buffer: the first of equal parts, each with pages of one of ``nodes``.
+
+        If not ``is_populated``, the kernel allocates pages when they are first used, and the caller
+        knows that there will be memory.
 
         Raises OSError: the machine has too little free memory.
         """
@@ -70,8 +73,7 @@ class HostBuffer:
     def allocate(self) -> None:
         """Allocate and zero the pages that are missing, without mapping them.
 
-        Raises:
-            OSError: the machine has too little memory.
+        Raises OSError: the machine has too little memory.
         """
         os.posix_fallocate(self.fd, self._offset, self.num_bytes)
 
@@ -89,7 +91,10 @@ class HostBuffer:
         return stat.st_dev, stat.st_ino
 
     def close(self) -> None:
-        """Unmap and close, once; the bytes stay while another process has the memfd open."""
+        """Unmap and close; the bytes stay while another process has the memfd open.
+
+        A second call does nothing: the address and the descriptor may have been reused.
+        """
         if not self._is_open:
             return
         self._is_open = False

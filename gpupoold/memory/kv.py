@@ -41,7 +41,8 @@ class KvMemory(KvExtents):
     ) -> None:
         super().__init__(geometry, address_range, device)
         self._host = host
-        self.arrived_bytes = 0  # restored to the device so far
+        self.arrived_bytes = 0
+        """Bytes restored to the device so far."""
         self._exports: list[_Export] = []
         self._busy: dict[KvMemory, None] = {}
 
@@ -80,7 +81,10 @@ class KvMemory(KvExtents):
 
     @contextlib.contextmanager
     def with_reserved_blocks(self) -> Iterator[None]:
-        """Give the engine all held blocks, mostly without pages; schedule no request meanwhile."""
+        """Give the engine all held blocks during an operation that needs the whole pool.
+
+        No request may be scheduled meanwhile: most of the blocks have no pages.
+        """
         reserved = self._real_of(self.index.extents(Place.UNMAPPED))
         reserved += [block for group in self._groups() for block in group.held]
         self._engine().give(reserved)
@@ -93,8 +97,9 @@ class KvMemory(KvExtents):
         """Start to offload the live blocks of extents, until the host is full.
 
         Returns the number of extents, counted from the first, that fit into the host cache. The
-        model must be paused. Pages without a live block become free at once, others with the
-        ``settle`` after the transfer. Cached prefixes in free blocks are dropped, not copied.
+        model must be paused. Pages of extents without a live block become free at once, other pages
+        with the ``settle`` after the transfer. Cached prefixes in free blocks are dropped, not
+        copied.
         """
         assert all(self.index.place(extent) is Place.DEVICE for extent in extents)
         self.finish_exports()  # exports still read pages that are unmapped below
@@ -117,7 +122,13 @@ class KvMemory(KvExtents):
         return num_done
 
     def begin_page_in(self, extents: Iterable[int], queue: TransferQueue) -> None:
-        """Start to restore groups under the same block ids, until ``settle``; or OutOfPages."""
+        """Start to restore the groups of extents, under the same block ids.
+
+        ``settle`` completes the restoration. Adjacent extents are mapped by one call, across
+        groups.
+
+        Raises OutOfPages: the pool is short; nothing was changed.
+        """
         groups = list(dict.fromkeys(self._offloaded[extent] for extent in extents))
         assert all(group.place is Place.HOST for group in groups)
         coming = sorted(extent for group in groups for extent in group.extents)
@@ -156,7 +167,10 @@ class KvMemory(KvExtents):
         return slot, transfer
 
     def store(self, blocks: Sequence[int], copies: StoredBlocks, queue: TransferQueue) -> None:
-        """Start to copy blocks, all on the device, to ``copies``, which are freed by ``settle``."""
+        """Start to copy blocks, all on the device, to ``copies``, which are freed afterwards.
+
+        The blocks stay unchanged until ``settle`` after the copy.
+        """
         pieces = copies.beside(self._extents(blocks))
         moves = [Copy(target, source, num_bytes) for source, target, num_bytes in pieces]
         self._begin_export(blocks, moves, queue, copies.note_arrival, copies)
@@ -180,9 +194,9 @@ class KvMemory(KvExtents):
     ) -> list[int] | None:
         """Put ``num_blocks`` blocks of unmapped extents at ``slot``'s bytes; return the block ids.
 
-        The slot has the bytes row by row, in the order of the returned ids, and is freed when no
-        longer needed. The caller gives the blocks to the engine. Returns None if too few blocks are
-        unmapped or, if ``may_unmap``, can be unmapped.
+        The slot has the bytes row by row, in the order of the returned ids. The blocks stay held:
+        the caller gives the blocks to the engine. ``slot`` is freed when no longer needed. Returns
+        None if too few blocks are unmapped or, if ``may_unmap``, can be unmapped.
         """
         extents, blocks = self._unmapped_for(num_blocks)
         if len(blocks) < num_blocks and may_unmap:
@@ -198,7 +212,10 @@ class KvMemory(KvExtents):
         return group.blocks
 
     def _unmapped_for(self, num_blocks: int) -> tuple[list[int], list[int]]:
-        """Return unmapped extents for ``num_blocks``, and these; never the null block's extent."""
+        """Return unmapped extents with at least ``num_blocks``, if available, and the blocks.
+
+        Excludes the null block's extent, which kernels access at any time.
+        """
         extents: list[int] = []
         blocks: list[int] = []
         for extent in self.index.each(Place.UNMAPPED):
@@ -217,7 +234,7 @@ class KvMemory(KvExtents):
         self.settle_exports()
 
     def settle(self) -> None:
-        """Process the transfers that have ended; extents of a failed copy stay in place.
+        """Process the transfers that have ended.
 
         Raises Exception: a copy failed; the extents of the copy are in their former place.
         """
@@ -233,7 +250,7 @@ class KvMemory(KvExtents):
                 self._drop(sorted(gone))
 
     def finish(self, place: Place) -> None:
-        """Wait for all extents ``LEAVING`` or ``ARRIVING``; those of a failed copy stay.
+        """Wait for all extents ``LEAVING`` or ``ARRIVING``.
 
         Raises Exception: a copy failed; the extents of the copy are in their former place.
         """
@@ -249,7 +266,10 @@ class KvMemory(KvExtents):
         return next((group.transfer for group in self._moving if group.place is place), None)
 
     def stop(self, place: Place) -> None:
-        """Cancel transfers of extents ``LEAVING``, which stay on the device, or ``ARRIVING``."""
+        """Cancel transfers of extents ``LEAVING``, which stay on the device, or ``ARRIVING``.
+
+        Extents that have arrived stay on the device.
+        """
         moving = [(group, group.transfer) for group in self._groups(place) if group.transfer]
         for _, transfer in moving:
             transfer.cancel()  # all before any wait, else the next transfer would start meanwhile
@@ -259,7 +279,11 @@ class KvMemory(KvExtents):
             self._drop(self._settle_at(group, Place.DEVICE if is_on_device else Place.HOST))
 
     def discard_dead(self) -> None:
-        """Hold freed blocks of offloaded extents; free offloaded extents without live blocks."""
+        """Hold the blocks of offloaded extents that ended requests have freed.
+
+        Frees offloaded extents that no request needs; an extent in transfer is freed after the
+        transfer.
+        """
         groups = {
             self._offloaded[extent]: None for extent in sorted(self.index.take_freed_offloaded())
         }
@@ -341,7 +365,10 @@ class KvMemory(KvExtents):
         return self._settle_at(group, Place.HOST if is_leaving else Place.DEVICE)
 
     def _settle_at(self, group: Group, place: Place) -> list[int]:
-        """Record that a group is on the device or the host; return extents to drop pages of."""
+        """Record that a whole group is on the device, or only on the host.
+
+        Returns the extents whose pages to drop.
+        """
         group.transfer = None
         if place is Place.DEVICE and group.place is Place.ARRIVING:
             self.arrived_bytes += group.slot.num_bytes

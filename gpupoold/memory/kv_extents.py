@@ -1,7 +1,8 @@
 """The extents of a model's KV: byte ranges in any of vLLM's layouts, places, and block use.
 
 All KV tensors of a model are views of one buffer. In a *row*, block ``b`` has ``num_bytes`` bytes
-at ``offset + b * stride``: one row per layer, or a single row if blocks are outermost.
+at ``offset + b * stride``: one row per layer when layers are outermost, a single row when blocks
+are outermost.
 """
 
 from __future__ import annotations
@@ -40,20 +41,23 @@ class KvRow:
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Rows of a KV buffer, cut into extents of consecutive blocks, which are moved as a whole.
+    """Rows of a KV buffer, cut into extents of consecutive blocks.
 
-    An extent has the fewest blocks that fill whole pages in every row, so that extents seldom share
-    a page. In an aligned geometry no extents or rows share a page. ``short_pages`` are missing from
-    the last extent.
+    An extent is mapped, moved and unmapped as a whole. An extent has the fewest blocks that fill
+    whole pages in every row, so that extents seldom share a page.
     """
 
     num_blocks: int
     page_bytes: int
     rows: tuple[KvRow, ...]
     blocks_per_extent: int = field(init=False)
+    """Blocks in every extent except perhaps the last."""
     is_aligned: bool = field(init=False)
+    """True if no two extents or rows share a page, and adjacent extents leave no gap."""
     extent_pages: int = field(init=False)
+    """Pages of every extent except perhaps the last, in an aligned geometry."""
     short_pages: int = field(init=False)
+    """Number of pages missing from the last extent."""
 
     def __post_init__(self) -> None:
         # Computed once, because every switch reads these values for every extent.
@@ -172,8 +176,8 @@ class KvGeometry:
 def in_whole_extents(kv_bytes: int, page_bytes: int, strides: Collection[int]) -> int:
     """Return ``kv_bytes``, or a little less, so that no two rows of blocks share a page.
 
-    ``strides`` has the bytes of a block in each row. Returns ``kv_bytes`` unchanged if too many
-    blocks would be needed to fill whole pages.
+    ``strides`` has the bytes of a block in each row. Adjacent extents are then mapped by one call
+    per row. Returns ``kv_bytes`` unchanged if too many blocks would be needed to fill whole pages.
     """
     aligned = _num_aligned(page_bytes, strides)
     if not strides or aligned is None:
@@ -182,7 +186,10 @@ def in_whole_extents(kv_bytes: int, page_bytes: int, strides: Collection[int]) -
 
 
 def _num_aligned(page_bytes: int, strides: Collection[int]) -> int | None:
-    """Return the fewest blocks that fill whole pages in every row, None if too many."""
+    """Return the fewest blocks that fill whole pages in every row, None if too many.
+
+    Any number is accepted if the blocks take one page of each row, the least possible.
+    """
     aligned = math.lcm(*(page_bytes // math.gcd(stride, page_bytes) for stride in strides))
     is_one_page = aligned * max(strides, default=0) <= page_bytes
     return aligned if is_one_page or aligned <= _MAX_ALIGNED_BLOCKS_PER_EXTENT else None
@@ -221,7 +228,8 @@ class ExtentIndex:
         self._num_used = [0] * geometry.num_extents
         self._counts = [geometry.num_extents, 0, 0, 0, 0]  # by place
         self.num_idle = 0
-        self.num_used_on_device = 0  # blocks
+        self.num_used_on_device = 0
+        """Number of used blocks in extents on the device."""
         self.version = 0
         self._freed_offloaded: set[int] = set()
 
@@ -372,7 +380,8 @@ class Group:
     """Extents that were offloaded together, until they are restored.
 
     ``blocks`` were live when the group was offloaded; ``slot`` has their bytes row by row, so that
-    adjacent blocks are copied in one piece. ``held`` are withheld from the engine until then.
+    adjacent blocks are copied in one piece. ``held`` are the blocks withheld from the engine until
+    the group is restored.
     """
 
     extents: list[int]
@@ -380,7 +389,8 @@ class Group:
     blocks: list[int]
     held: set[int] = field(default_factory=set)
     transfer: Transfer | None = None
-    place: Place = Place.DEVICE  # of all extents
+    place: Place = Place.DEVICE
+    """The place of all extents of the group."""
 
 
 class KvExtents:
@@ -394,8 +404,10 @@ class KvExtents:
         self._offloaded: dict[int, Group] = {}  # by extent
         self._all_groups: dict[Group, None] = {}  # in the order of their offload
         self._moving: dict[Group, None] = {}  # groups in transfer, in order of start
-        self.host_bytes = 0  # of the offloaded extents
-        self.missing_bytes = 0  # neither on the device nor being copied to the device
+        self.host_bytes = 0
+        """Host bytes of the offloaded extents."""
+        self.missing_bytes = 0
+        """Bytes neither on the device nor being copied to the device."""
         self._pages_known: dict[str, tuple[int, int]] = {}  # index version and number
         self._ledger: BlockLedger | None = None
 
@@ -444,7 +456,10 @@ class KvExtents:
         return (extents[at : at + size] for at in range(0, len(extents), size))
 
     def groups_on_host(self, blocks: Iterable[int]) -> Iterator[list[int]]:
-        """Yield the extents of each group on the host, lazily, the groups of ``blocks`` first."""
+        """Yield the extents of each group on the host, beginning with the groups of ``blocks``.
+
+        Groups are searched lazily, for callers that need only the first.
+        """
         size, seen = self.geometry.blocks_per_extent, set[Group]()
         wanted = (self._offloaded.get(block // size) for block in blocks)
         for group in chain(wanted, self._groups(Place.HOST) if self.missing_bytes else ()):
@@ -455,7 +470,8 @@ class KvExtents:
     def whereabouts(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield ``(address, num_bytes)`` of the bytes of blocks, row by row in their order.
 
-        The bytes are in the address range, or in host memory. No block may be in transfer.
+        The bytes are in the address range, or in host memory if offloaded. No block may be in
+        transfer.
         """
         on_host: dict[int, tuple[int, int]] = {}
         size = self.geometry.blocks_per_extent
@@ -526,6 +542,7 @@ class KvExtents:
         return [b for b in blocks if b not in group.held] if group else blocks
 
     def _groups(self, place: Place | None = None) -> list[Group]:
+        """Return groups at ``place``, or all, in the order of their transfer's start."""
         among = self._moving if place in (Place.LEAVING, Place.ARRIVING) else self._all_groups
         return [group for group in among if place is None or group.place is place]
 

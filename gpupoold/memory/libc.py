@@ -1,7 +1,7 @@
 """Host memory by calls of the C library, shared memory with pages, and NUMA nodes.
 
-Copies from the other socket may run at a third of the speed: the memory of a device's copies takes
-new pages from the device's node, whichever process or thread touches them first.
+Copies from the other socket may run at a third of the speed: the memory of a device's copies has a
+policy that takes new pages from the device's node, whichever process or thread touches them first.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def madvise(address: int, num_bytes: int, advice: int) -> None:
 def populate(address: int, num_bytes: int) -> None:
     """Allocate and zero the missing pages of writable memory; ``EINVAL`` before kernel 5.14.
 
-    The kernel gives huge pages to shared memory only in mode ``advise`` or more (see
-    ``systemd/gpupoold-nvidia.service``). For 1 GiB these take 44 ms, then 1.7 ms to pin; pages of 4
-    KiB take 640 ms, then 43 ms (without the driver's part).
+    The kernel is asked for huge pages, which it gives to shared memory only if the mode is
+    ``advise`` or more (see ``systemd/gpupoold-nvidia.service``). For 1 GiB these take 44 ms, then
+    1.7 ms to pin; pages of 4 KiB take 640 ms, then 43 ms (without the driver's part).
     """
     with suppress(OSError):  # a kernel without huge pages
         madvise(address, num_bytes, MADV_HUGEPAGE)
@@ -116,7 +116,9 @@ def gets_huge_pages() -> bool:
 
 
 def move_pages(source: int, target: int, num_bytes: int) -> None:
-    """Move page-table entries; ``source`` stays a mapping. ``EINVAL`` before kernel 5.13.
+    """Move the page-table entries of a shared mapping to ``target``, replacing its mapping.
+
+    ``source`` stays a mapping of the same file, with no pages present.
 
     Raises OSError: with the errno of ``mremap(2)``; ``EINVAL`` before kernel 5.13.
     """
@@ -173,7 +175,11 @@ def _policy_call(which: int, *arguments: object) -> None:
 
 
 def most_used_node(address: int, num_bytes: int) -> int:
-    """Return the NUMA node with most of a sample of pages, ``NO_NODE`` where forbidden."""
+    """Return the NUMA node that has most pages of mapped memory, by a sample of the pages.
+
+    Missing pages of the sample are allocated. ``NO_NODE`` where the call is forbidden, as in many
+    containers; no call on a machine with one node.
+    """
     if (count := num_nodes()) < 2:
         return 0 if count else NO_NODE
     node, flags = ctypes.c_int(), ctypes.c_ulong(_MPOL_F_NODE_OF_ADDRESS)
@@ -190,7 +196,11 @@ def most_used_node(address: int, num_bytes: int) -> int:
 
 
 def nodes_of(fd: int, num_bytes: int, num_parts: int) -> tuple[int, ...]:
-    """Return the NUMA node of each of equal parts of a memfd with all pages, or ``NO_NODE``."""
+    """Return the NUMA node of each of equal parts of a memfd with all pages.
+
+    The node is that of :func:`most_used_node`, and ``NO_NODE`` also without addresses for the
+    memfd.
+    """
     part_bytes = num_bytes // num_parts
     try:
         address = mmap(None, num_bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd, 0)
@@ -211,7 +221,10 @@ def _error(call: str) -> OSError:
 def create_memfd(
     name: str, num_bytes: int, populate: Callable[[int, int], None] | None = None
 ) -> int:
-    """Return a descriptor of a new zeroed memfd with all pages, which children do not inherit.
+    """Return a descriptor of a new zeroed memfd with all pages; children do not inherit it.
+
+    The size is sealed, so no mapping can lose pages. For ``populate`` see
+    :func:`~gpupoold.system.kernel_memory.create_sealed_memfd`.
 
     Raises OSError: the machine or the control group has too little free memory.
     """
@@ -220,7 +233,12 @@ def create_memfd(
 
 
 def check_available(name: str, num_bytes: int) -> None:
-    """Raise OSError unless so much memory is available: the OOM killer would come later."""
+    """Check that so much memory is available.
+
+    The kernel would allocate more pages too, until its OOM killer ends a process.
+
+    Raises OSError: the machine or the control group has too little free memory.
+    """
     free_bytes = available_bytes()
     if num_bytes > free_bytes:
         text = f"{name} needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} is available"
@@ -228,7 +246,10 @@ def check_available(name: str, num_bytes: int) -> None:
 
 
 def available_bytes() -> int:
-    """Return the memory available without swapping, by the kernel and the control group's limit."""
+    """Return the memory available without swapping, by the kernel's estimate.
+
+    A limit of the control group counts, as of a container or of ``MemoryMax=``.
+    """
     fields = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
     if "MemAvailable" not in fields:
         raise OSError(errno.ENOENT, f"no MemAvailable in {_MEMINFO}")
@@ -238,7 +259,10 @@ def available_bytes() -> int:
 
 
 def node_of(pci_bus_id: str, root: Path = _PCI_DEVICES) -> int:
-    """Return the NUMA node of ``domain:bus:device.function``; ``NO_NODE`` if unknown."""
+    """Return the NUMA node of a PCI device; ``NO_NODE`` if the kernel names none.
+
+    ``pci_bus_id`` is ``domain:bus:device.function`` in hexadecimal, of any case and width.
+    """
     domain, _, rest = pci_bus_id.lower().partition(":")
     try:
         return int((root / f"{int(domain, 16):04x}:{rest}" / "numa_node").read_text())
@@ -265,8 +289,9 @@ def node_bytes() -> dict[int, int]:
 def prefer_node(address: int, num_bytes: int, node: int) -> None:
     """Take new pages of mapped memory from ``node`` while the node has free pages.
 
-    The policy of shared memory holds for all processes. No effect for ``NO_NODE``, with one node,
-    or where the call is forbidden, as in many containers: copies are then slower, never wrong.
+    The policy of shared memory holds for all processes. No effect for ``NO_NODE``, on a machine
+    with one node, or where the call is forbidden, as in many containers: copies are then slower,
+    never wrong.
     """
     if node == NO_NODE or num_nodes() < 2:
         return

@@ -43,8 +43,9 @@ class _Unbound:
 class PagePool:
     """Allocates physical pages in few, long runs. Pure bookkeeping, no device calls.
 
-    Mapping costs a call per run, so an allocation takes the smallest free run that fits, else the
-    largest runs first. For ``table_pages`` see :class:`Device`.
+    Mapping costs a call per run, so an allocation takes the smallest free run that fits (best fit),
+    else the largest runs first. ``num_pages`` is the device's number of pages; for ``table_pages``
+    see :attr:`Device.table_pages`.
 
     Free pages may be *unbound*: their contents stay, for the former owner, until the pages are
     allocated. Pages without contents are allocated first, then the pages whose owner has been
@@ -55,16 +56,20 @@ class PagePool:
         self.num_pages = num_pages
         self._table_pages = table_pages
         self._free: list[PageRun] = [PageRun(0, num_pages)] if num_pages else []
-        self.num_free = num_pages  # with those that are unbound
+        self.num_free = num_pages
+        """Number of free pages, with those that are unbound."""
         self._unbound: dict[WeightsId, _Unbound] = {}
         self._num_unbound = 0
-        self.version = 0  # changes with every allocated or freed run
+        self.version = 0
+        """A number that changes with every allocated or freed run."""
 
     def allocate(self, num_pages: int, at: int = 0) -> list[PageRun]:
-        """Allocate ``num_pages``, all or nothing, or raise OutOfPages.
+        """Allocate ``num_pages``, all or nothing.
 
         The pages are for mapping from page ``at`` of an address range on: a run with the same
         position in its page tables is preferred, because whole tables can be moved.
+
+        Raises OutOfPages: too few pages are free; nothing was allocated.
         """
         if num_pages > self.num_free:
             raise OutOfPages(
@@ -100,7 +105,10 @@ class PagePool:
         return sum(run.num_pages // num_pages for run in self._free)
 
     def free(self, runs: list[PageRun]) -> None:
-        """Free pages and join adjacent runs; ValueError for a free page, whose run stays."""
+        """Free pages and join adjacent runs.
+
+        Raises ValueError: a page is free already; no page of its run is freed.
+        """
         for run in runs:
             self._free_run(run)
 
@@ -112,7 +120,10 @@ class PagePool:
             self._count_unbound(_num_pages(runs))
 
     def bind(self, owner: WeightsId, first: int, num_pages: int) -> list[PageRun]:
-        """Allocate an owner's contents from page ``first`` on; if lost, give up further ones."""
+        """Allocate up to ``num_pages`` with an owner's contents, which begin with page ``first``.
+
+        If contents of that page are not left, further contents of the owner are given up.
+        """
         unbound = self._unbound.get(owner)
         if unbound is None or unbound.first != first:
             self.forget(owner)

@@ -1,6 +1,7 @@
 """Host memory that a device's driver has pinned, and copies of other host memory.
 
-A driver may refuse to register a range: under a limit of locked memory, or under WSL.
+A driver pins memory by registering ranges, and may refuse: under a limit of locked memory, or under
+WSL. Copies of memory that is not pinned pass through small pinned buffers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class HostDriver(Protocol):
 
 
 class IdleLock:
-    """A lock that workers with live requests share, by a file if given; held alone to pin."""
+    """A lock that workers with live requests share, and that is held alone to pin a piece.
+
+    All workers of a machine lock one file; without a file the lock is this process's.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -111,8 +115,10 @@ class _Range:
     address: int
     num_bytes: int
     last_use: int
-    pinned_bytes: int = 0  # from the start on that are registered
-    is_wanted: bool = True  # else no further piece is pinned: the range is far, or being unpinned
+    pinned_bytes: int = 0
+    """Bytes from the start on that are registered."""
+    is_wanted: bool = True
+    """False if no further piece is to be pinned: the range is far, or is being unpinned."""
 
     @property
     def end(self) -> int:
@@ -120,7 +126,11 @@ class _Range:
 
 
 class PinnedMemory:
-    """The host ranges that one driver context pins, for any thread."""
+    """The host ranges that one driver context pins, for any thread.
+
+    A thread pins the ranges of ``pin_later``, the most recently used first, and before these unpins
+    the ranges of ``unpin_later``.
+    """
 
     def __init__(
         self,
@@ -131,9 +141,12 @@ class PinnedMemory:
     ) -> None:
         self.idle = idle or IdleLock()
         self._clock, self._sleep = clock, sleep
-        self.numa_node = libc.NO_NODE  # of memory for buffers
-        self.stages_far = False  # far memory is not pinned: copies through buffers are faster
-        self.on_change: Callable[[], None] = lambda: None  # of ``unpinned``, by any thread
+        self.numa_node = libc.NO_NODE
+        """The node of memory for buffers."""
+        self.stages_far = False
+        """True if memory of other nodes is not to be pinned: copies through buffers are faster."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called by any thread when ``unpinned`` has changed."""
         self._driver = driver
         self._ranges: dict[int, _Range] = {}
         self._waiting: dict[int, _Range] = {}
@@ -172,7 +185,10 @@ class PinnedMemory:
             self._wait_for_idleness(held)
 
     def unpin(self, address: int, num_bytes: int) -> None:
-        """Undo a ``pin`` of the same range, else ValueError; no copy may use the range."""
+        """Undo a ``pin`` or ``pin_later`` of the same range; no copy may use the range.
+
+        Raises ValueError: the range is another.
+        """
         self._unpin(self._leaving_range(address, num_bytes))
 
     def unpin_later(self, address: int, num_bytes: int, then: Callable[[], None]) -> None:
@@ -181,7 +197,11 @@ class PinnedMemory:
         self._start_thread(lambda: self._leaving.append((held, then)))
 
     def split(self, address: int, num_bytes: int) -> Iterator[HostPart]:
-        """Yield parts by registrations: CUDA refuses a copy across the bounds of one."""
+        """Yield the parts of a host range, each within one registration or outside of all.
+
+        CUDA refuses a copy that touches two registrations, or one and other memory. An empty range
+        yields nothing.
+        """
         starts, ends = self._registrations
         at, end = address, address + num_bytes
         index = bisect_right(starts, at) - 1  # the last registration that begins at or before
@@ -271,6 +291,7 @@ class PinnedMemory:
             return self._changed.wait_for(lambda: self._is_closed or bool(self._leaving), seconds)
 
     def _pin_piece(self, held: _Range) -> bool:
+        """Register the next piece of a range; return False if the driver refuses."""
         with self._registering:
             if not held.is_wanted:
                 return False

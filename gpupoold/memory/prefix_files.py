@@ -199,6 +199,7 @@ class PrefixFiles:
         return self._folder / owner[:NUM_DIGITS] / owner[NUM_DIGITS:]
 
     def _read(self, owner: str, known: set[str]) -> dict[bytes, FileBlock]:
+        """Read the headers of files whose names are not ``known``, in the thread."""
         blocks = {}
         with contextlib.suppress(OSError), os.scandir(self._folder_of(owner)) as entries:
             for name in [entry.name for entry in entries if _NEW not in entry.name]:
@@ -260,7 +261,11 @@ class PrefixFiles:
 
 @dataclass(eq=False)
 class PrefixWriter:
-    """Writes copies of a :class:`PrefixStore` once, in order of arrival, behind the requests."""
+    """Writes the copies of a :class:`PrefixStore`, behind the requests; for one thread.
+
+    Copies are written in the order of their arrival, each once. ``cache`` has the bytes of the
+    store's cache.
+    """
 
     store: PrefixStore
     cache: CacheBytes

@@ -1,8 +1,10 @@
 """KV of ended requests in host memory, by vLLM's hashes of blocks.
 
-The copies fill the part of the KV host cache that live requests, which have priority, do not use.
-Copies of owners with a lasting name are entered in the cache's table (:mod:`gpupoold.memory.host`),
-so that the next worker of the device has them too.
+The copies fill the part of the KV host cache that live requests do not use. KV of live requests has
+priority: the least recently used copies are evicted for it.
+
+The copies of owners with a lasting name are entered in the cache's table
+(:mod:`gpupoold.memory.host`), so that the next worker of the device has them too.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ from gpupoold.memory.slabs import BlockPlace
 class _Segment:
     """Some blocks of an owner, in one slot; not evicted while in use.
 
-    ``record`` is the segment's number in the table, if the table has the segment. A copy of a
-    segment that ``is_lost`` failed. ``addresses`` of blocks have the bytes row after row.
+    ``record`` is the segment's number in the table, if the table has the segment.
     """
 
     owner: str
@@ -32,8 +33,11 @@ class _Segment:
     num_users: int = 0
     has_arrived: bool = False
     is_lost: bool = False
-    is_forgotten: bool = False  # nobody may find the segment any more
+    """True if a copy failed."""
+    is_forgotten: bool = False
+    """True if nobody may find the segment any more."""
     addresses: list[int] = field(default_factory=list)
+    """Host address of each block; the bytes of a block are row after row."""
 
     def __post_init__(self) -> None:
         block_bytes = self.slot.num_bytes // len(self.keys)
@@ -47,7 +51,10 @@ class _StoredBlock(NamedTuple):
 
 
 class StoredBlocks:
-    """Copies of blocks in their order until ``free``, a :class:`~gpupoold.memory.host.Slot`."""
+    """The copies of some blocks in their order, a :class:`~gpupoold.memory.host.Slot`.
+
+    The copies stay until ``free``.
+    """
 
     def __init__(
         self, store: PrefixStore, places: Sequence[_StoredBlock], rows: Sequence[KvRow]
@@ -114,7 +121,8 @@ class PrefixStore:
         self._places: dict[str, dict[bytes, _StoredBlock]] = {}
         self._segments: OrderedDict[_Segment, None] = OrderedDict()  # least recently used first
         self.used_bytes = self._pinned_bytes = 0
-        self.keeps_unwritten = False  # for take_unwritten()
+        self.keeps_unwritten = False
+        """True if ``take_unwritten`` is called."""
         self._unwritten: dict[_Segment, None] = {}
         host.prefixes = self
         self._restore()
@@ -169,7 +177,10 @@ class PrefixStore:
     def take_unwritten(
         self, max_bytes: int
     ) -> Iterator[tuple[str, Sequence[bytes], int, StoredBlocks]]:
-        """Yield owner, keys, block bytes and blocks, to be freed, of new lasting copies."""
+        """Yield lasting copies that were not yielded before, of up to ``max_bytes``.
+
+        Yields owner, keys, bytes of a block, and the blocks, which the caller frees.
+        """
         left_bytes = max_bytes
         for segment in [segment for segment in self._unwritten if segment.has_arrived]:
             left_bytes -= segment.slot.num_bytes
@@ -237,6 +248,7 @@ class PrefixStore:
         assert self._table.numbers == recorded
 
     def _add(self, owner: str, keys: list[bytes], rows: Sequence[KvRow]) -> _Segment | None:
+        """Return a new segment, for which older ones are evicted, or None without room."""
         block_bytes = sum(row.num_bytes for row in rows)
         num_bytes = block_bytes * len(keys)
         while self.used_bytes + num_bytes > self._budget_bytes:
@@ -253,6 +265,7 @@ class PrefixStore:
         return segment
 
     def _restore(self) -> None:
+        """Take over the copies of the cache's former process, least recently used first."""
         for record in self._table.open_for_writing():
             slot, owner = self._host.claim(record), record.owner.hex()
             known = self._places.get(owner, {})

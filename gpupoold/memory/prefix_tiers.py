@@ -1,7 +1,8 @@
 """The places where a worker keeps and finds KV of ended requests beside the device.
 
-A *source* has KV that the worker's own store does not have: the host memory of another worker, or
-files. A fetch copies blocks to the store in a thread of its own.
+A *source* has KV of ended requests that the worker's own store does not have: the host memory of
+another worker, or files. A fetch copies blocks to the store in a thread of its own; what has
+arrived is in the store like the worker's own blocks.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class _PeerBlock(NamedTuple):
 class PeerPrefixes:
     """Another worker's prefixes, read without that worker's help; for one thread but ``copy``.
 
-    The other worker may evict a block at any time: a copy is valid if the record has the same
-    version after the copy as before.
+    The other worker may evict a block at any time, also during a copy. A copy is valid if the
+    record has the same version after the copy as before.
     """
 
     tier = "peer"
 
     def __init__(self, fd: int, shape: CacheShape) -> None:
-        """Map the cache behind ``fd``, the caller's; ValueError for another ``shape``.
+        """Map the cache behind ``fd``, which stays the caller's.
 
         Raises:
             OSError: the process has too few addresses.
@@ -143,7 +144,8 @@ class PrefixTiers:
         self._bytes = CacheBytes(host.fd, host.shape)
         self._sources: dict[object, PrefixSource] = {}
         self._thread = ThreadPoolExecutor(1, "prefixes")
-        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable after a fetch
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Becomes readable at the end of a fetch, until ``clear``."""
         self._files: PrefixFiles | None = None
         self._writer: PrefixWriter | None = None
         if folder is None or not files_bytes:
@@ -199,7 +201,10 @@ class PrefixTiers:
         return self._find(owner, key) is not None
 
     def begin(self, owner: str, keys: Sequence[bytes], rows: Sequence[KvRow]) -> Fetch | None:
-        """Start to copy blocks of sources to the store, the first ones that have room there."""
+        """Start to copy blocks of sources to the store, the first ones that have room there.
+
+        Returns None without any.
+        """
         room = self.store.begin(owner, keys, rows)
         if room is None:
             return None

@@ -1,8 +1,9 @@
 """KV blocks of many sizes in one buffer: slabs per shape. Pure bookkeeping, no memory.
 
-Slab allocation as in Aegaeon (SOSP '25, section 5.2). A *shape* is a block size in bytes: one KV
-block of a model over all its layers. A *slab* is a run of *base slabs* of equal size, cut into
-blocks of one shape. A shape takes a new slab when no block is free and returns an unused slab.
+Slab allocation as in Aegaeon (SOSP '25, section 5.2). The buffer is cut into *base slabs* of one
+size. A *shape* is a block size in bytes: one KV block of a model over all its layers. A *slab* is a
+run of base slabs of one shape, cut into its blocks. A shape takes a new slab when no block is free
+and returns a slab when none of the slab's blocks is in use.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class SlabLayout:
     """The layout of blocks of ``block_bytes`` in their slabs."""
 
     block_bytes: int
-    num_base_slabs: int  # in a slab
-    num_blocks: int  # in a slab
+    num_base_slabs: int
+    """Base slabs in a slab."""
+    num_blocks: int
+    """Blocks in a slab."""
 
 
 def slab_bytes_for(budget_bytes: int) -> int:
@@ -67,8 +70,8 @@ def slab_layout(block_bytes: int, slab_bytes: int, num_base_slabs: int) -> SlabL
     """Return the layout whose slab is the shortest with at most 1/8 unused behind the last block.
 
     The slab has at most 8 base slabs of ``slab_bytes``, or as many as one block needs, and at most
-    ``num_base_slabs``; else the length with the smallest unused share is taken. ``num_blocks`` is 0
-    if not even one block fits.
+    ``num_base_slabs``; if every length leaves more unused, the length with the smallest unused
+    share is taken. ``num_blocks`` is 0 if not even one block fits.
 
     Raises ValueError: a block has no bytes.
     """
@@ -115,7 +118,8 @@ class Allocation:
 
     block_bytes: int
     num_blocks: int
-    extents: tuple[Extent, ...]  # in order, whole blocks in each
+    extents: tuple[Extent, ...]
+    """The blocks' places in order, whole blocks in each."""
     _runs: tuple[tuple[_Slab, PageRun], ...]
 
     @property
@@ -173,7 +177,10 @@ class SlabAllocator:
         return shape.num_blocks - shape.num_used + num_new * shape.layout.num_blocks
 
     def allocate(self, block_bytes: int, num_blocks: int) -> Allocation | None:
-        """Allocate blocks in few, long runs, all or nothing, of free slabs first; else None.
+        """Allocate ``num_blocks`` of a shape, all or nothing: None without space.
+
+        Free blocks of the shape's slabs come first, then new slabs; few and long runs within a
+        slab.
 
         Raises ValueError: a block has no bytes, or the number of blocks is negative.
         """
@@ -191,7 +198,10 @@ class SlabAllocator:
         return allocation
 
     def claim(self, block_bytes: int, places: Iterable[BlockPlace]) -> Allocation | None:
-        """Allocate blocks at ``places``, given before by an allocator of the same size, or None."""
+        """Allocate blocks at ``places``, which an allocator of the same size has given before.
+
+        All or nothing: None if a place is in use or does not exist.
+        """
         shape = self._shape(block_bytes)
         runs: list[tuple[_Slab, PageRun]] = []
         is_complete = True
@@ -216,7 +226,7 @@ class SlabAllocator:
         return None
 
     def free(self, allocation: Allocation) -> None:
-        """Free blocks once, of this allocator; slabs without a used block are reclaimed at once.
+        """Free blocks; slabs without a used block are reclaimed at once.
 
         Raises ValueError: the blocks are free already, or belong to another allocator.
         """
@@ -252,11 +262,13 @@ class SlabAllocator:
         assert len(taken) + self._base.num_free == self._base.num_pages
 
     def _shape(self, block_bytes: int) -> _Shape:
+        """Return a known or a new shape; the caller stores a new shape."""
         if block_bytes in self._shapes:
             return self._shapes[block_bytes]
         return _Shape(slab_layout(block_bytes, self.slab_bytes, self._base.num_pages))
 
     def _take(self, shape: _Shape, num_blocks: int) -> list[tuple[_Slab, PageRun]]:
+        """Allocate blocks of a shape that has, or can get, enough free blocks."""
         runs: list[tuple[_Slab, PageRun]] = []
         missing = num_blocks
         for slab in shape.fullest_first():

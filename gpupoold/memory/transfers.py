@@ -2,15 +2,21 @@
 
 A transfer is a list of copies, made in consecutive batches. Two batches are queued at a time, also
 of two transfers, so that the link never waits for the thread. A transfer can be stopped within two
-batches' time (about a millisecond), and the part that has arrived is usable.
+batches' time (about a millisecond), and the part that has arrived is usable. A batch is large
+enough for full bandwidth although each batch waits for the interpreter, which the engines keep
+busy: see :attr:`Device.copy_batch_bytes`.
 
-Three rules keep bytes correct (Aegaeon, section 5.3): the owner of a transfer runs no step that
-needs the KV before ``has_ended``; waits for, or stops, a transfer before moving the bytes again;
-and keeps the memory until the transfer's end.
+Three rules keep bytes correct (Aegaeon, section 5.3):
 
-The host caches of all workers of a machine are shared memory, which each worker maps. A *KV
-transfer* is a slot of a cache for another worker to read. The sender keeps the slot until the
-receiver needs it no longer, or has ended. An eventfd signals the arrival of the bytes.
+- compute waits for KV: the owner of a transfer runs no step that needs the KV before ``has_ended``;
+- a transfer waits for the previous transfer of the same bytes: the owner waits for a transfer, or
+  stops the transfer, before moving the bytes again;
+- memory of a running copy has no other user: the owner keeps the memory until the transfer's end.
+
+The host caches of all workers of a machine are shared memory: each worker maps the caches of the
+other workers. A *KV transfer* is a slot of one of the caches, for another worker to read. The
+sender keeps the slot until the receiver reports that the slot is no longer needed, or the receiver
+has ended. An eventfd signals the arrival of the bytes, so that no worker waits for a busy process.
 """
 
 from __future__ import annotations
@@ -59,7 +65,8 @@ class Transfer:
     help_queue: Callable[[], bool]
     on_end: Callable[[bool], None] | None = None
     num_bytes: int = field(init=False)
-    num_copied_bytes: int = field(default=0, init=False)  # from the start on, arrived
+    num_copied_bytes: int = field(default=0, init=False)
+    """Bytes from the start on that have arrived."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _has_begun: bool = field(default=False, init=False)
     _is_stopped: bool = field(default=False, init=False)
@@ -76,7 +83,7 @@ class Transfer:
         return self._ended.is_set()
 
     def wait_for(self, num_bytes: int) -> None:
-        """Return when the first ``num_bytes`` have arrived, without making copies as ``wait``.
+        """Return when the first ``num_bytes`` have arrived, unlike ``wait`` without making copies.
 
         Raises Exception: the failure of a copy before.
         """
@@ -87,7 +94,7 @@ class Transfer:
             raise AssertionError("a stopped transfer is waited for")
 
     def wait(self) -> None:
-        """Return when every byte has arrived; raise the failure of a copy.
+        """Return when every byte has arrived.
 
         Raises Exception: the failure of a copy.
         """
@@ -106,7 +113,10 @@ class Transfer:
                 self._ended.set()
 
     def stop(self) -> int:
-        """Write no further byte; return the bytes from the start on that arrived. Never raises."""
+        """End the transfer early; return the bytes from the start on that have arrived.
+
+        No byte is written after the return. Never raises: bytes of a failed copy have not arrived.
+        """
         self.cancel()
         self._ended.wait()
         return self.num_copied_bytes
@@ -146,7 +156,11 @@ class Transfer:
 
 
 class _Batches:
-    """Batches on one copy stream for one thread, at most two under way, always waited for."""
+    """Batches on one copy stream, at most two under way, for one thread.
+
+    A transfer ends when its last batch has arrived, also after an error or a stop, so that no write
+    follows the end.
+    """
 
     def __init__(self, copy_stream: CopyStream) -> None:
         self._copy_stream = copy_stream
@@ -201,11 +215,17 @@ class _Batches:
 
 
 class TransferQueue:
-    """Transfers in one direction in order, as many at a time as there are copy streams."""
+    """Transfers in one direction, started in the order of the requests.
+
+    Each copy stream has a thread, so as many transfers run at a time as there are copy streams.
+    """
 
     @classmethod
     def open(cls, device: Device, direction: Direction, name: str) -> TransferQueue:
-        """Open a queue; if the host's cores make the copies, a thread that waits helps."""
+        """Open a queue over copy streams of ``device``.
+
+        If the host's cores make the copies, a thread that waits for a transfer helps.
+        """
         helper = None if device.has_link else device.open_copy_stream(direction)
         streams = device.open_copy_streams(direction)
         return cls(streams, name, device.copy_batch_bytes, helper=helper)
@@ -218,11 +238,12 @@ class TransferQueue:
         *,
         helper: CopyStream | None = None,
     ) -> None:
-        """Start a thread per copy stream.
+        """Start the threads, one per copy stream, with ``name`` in their names.
 
-        ``helper`` is a copy stream for the thread that waits for a transfer, which meanwhile makes
-        copies that have not started: a sleeping thread would leave a core idle, and a thread that
-        wakes up on the core of another copy waits some milliseconds to be moved.
+        ``batch_bytes`` are copied at a time. ``helper`` is a copy stream for the thread that waits
+        for a transfer, which meanwhile makes copies that have not started: a sleeping thread would
+        leave a core idle, and a thread that wakes up on the core of another copy waits some
+        milliseconds to be moved.
         """
         self._copy_streams = copy_streams
         self._helper = helper
@@ -251,7 +272,10 @@ class TransferQueue:
     def begin(
         self, copies: Sequence[Copy], on_end: Callable[[bool], None] | None = None
     ) -> Transfer:
-        """Start copies after earlier transfers and the engines' launched kernels."""
+        """Start copies after earlier transfers and after the engines' launched kernels.
+
+        See :class:`Transfer` for ``on_end``.
+        """
         after = self._copy_streams[0].fence()
         transfer = Transfer(copies, self._batch_bytes, after, self._help, on_end)
         self._forget_ended()
@@ -307,7 +331,10 @@ class TransferQueue:
                 batches.finish_oldest()
 
     def _following(self) -> Transfer | None:
-        """Return the next transfer, if its copies can be queued behind copies under way."""
+        """Return the next transfer, if its copies can be queued behind copies under way.
+
+        Cores that make copies have made these when a batch has begun.
+        """
         if self._helper is not None:
             return None
         try:
@@ -320,7 +347,10 @@ class TransferQueue:
 
 
 class DeviceThread:
-    """One thread that runs slow jobs in order, which may call ``unpin`` of a device."""
+    """One thread that runs jobs in order; jobs may call ``unpin`` of a device.
+
+    For slow calls that would block the turn loop: on a GPU, unpinning host memory takes time.
+    """
 
     def __init__(self, device: Device, name: str) -> None:
         self._copy_stream = stream = device.open_copy_stream(Direction.IN)
@@ -363,7 +393,11 @@ class Arrival:
 
 
 class PeerCache:
-    """Another worker's host cache, mapped and pinned, also by other ranks, while slots are used."""
+    """The host cache of another worker, mapped while any slot in the cache is in use.
+
+    The cache is pinned in idle moments. If the device is a group, a thread first maps the cache for
+    the other ranks; the cache is not usable before.
+    """
 
     def __init__(self, fd: int, num_bytes: int, device: Device, thread: DeviceThread) -> None:
         """Map ``num_bytes`` of ``fd``, owned by this object from now on.
@@ -374,7 +408,8 @@ class PeerCache:
         self._device = device
         self._thread = thread
         self._num_users = 1
-        self.is_usable = device.num_ranks == 1  # by all ranks
+        self.is_usable = device.num_ranks == 1
+        """True if all ranks of the device can copy from the cache."""
         device.pin_later(self._buffer.address, self._buffer.num_bytes)
         if not self.is_usable:
             thread.submit(self._share)

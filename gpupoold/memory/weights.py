@@ -31,14 +31,17 @@ class WeightMemory:
     """The address range of a model's weights, filled from the snapshot and never copied back.
 
     Pages are loaded from the first on and evicted from the last on, so that restoring a partly
-    evicted model copies only the missing pages. ``snapshot`` holds the bytes after vLLM's loading
-    and post-processing, padded to whole pages, and is pinned, in idle moments, until ``close`` or
-    after ``detach_snapshot``; without a snapshot no page is present.
+    evicted model copies only the missing pages. ``snapshot`` holds the bytes of the address range
+    after vLLM's loading and post-processing, padded to whole pages. The snapshot is pinned, in idle
+    moments, until ``close`` or after ``detach_snapshot``; without a snapshot no page is present and
+    none can be loaded.
 
-    The bytes of ``own`` follow: the host copy of slots that the engine writes while resident, such
-    as those of adapters. ``write_back`` keeps the copy equal to the device. Other workers may share
-    the snapshot; ``own`` belongs to this object. Methods that wait for copies raise the failure of
-    a copy, and free pages that have not arrived.
+    The bytes of ``own`` follow those of the snapshot: the host copy of slots that the engine writes
+    while resident, such as those of adapters. ``write_back`` keeps the copy equal to the device.
+    The snapshot may be shared with other workers; ``own`` belongs to this object.
+
+    A method that waits for copies raises the failure of a copy, and frees the pages that have not
+    arrived.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class WeightMemory:
         self._arriving: deque[Transfer] = deque()
         self._start_bytes: int | None = None
         self._snapshot: HostBuffer | None = None
-        self.is_far = False  # the snapshot is on another NUMA node than the device
+        self.is_far = False
+        """True if the snapshot is on another NUMA node than the device."""
         self.own: HostBuffer | None = None
+        """The host copy of the slots."""
         self.own_bytes = own.num_bytes if own is not None else 0
         device.pin_later(snapshot.address, snapshot.num_bytes)
         self.attach_snapshot(snapshot)
@@ -70,7 +75,10 @@ class WeightMemory:
 
     @property
     def snapshot(self) -> HostBuffer:
-        """The snapshot, or Failed while detached."""
+        """The snapshot.
+
+        Raises Failed: the snapshot is detached.
+        """
         if self._snapshot is None:
             raise Failed("the snapshot of these weights is not in host memory", _HINT)
         return self._snapshot
@@ -157,7 +165,9 @@ class WeightMemory:
         return self.address_range.address
 
     def load(self, num_pages: int | None = None) -> int:
-        """Load the next pages, after a ``begin_load``; return the copied bytes, or OutOfPages.
+        """Load the next ``num_pages``, or all missing pages; return the number of copied bytes.
+
+        Waits for an earlier ``begin_load``, whose bytes are not counted.
 
         Raises:
             OutOfPages: the pool is short; pages present or in transfer stay.
@@ -173,7 +183,9 @@ class WeightMemory:
         return len(missing) * self._device.page_bytes
 
     def begin_load(self, queue: TransferQueue, num_pages: int) -> None:
-        """Start to load the next pages after loads in progress; OutOfPages changes nothing.
+        """Start to load the next ``num_pages``, or the remaining pages if fewer.
+
+        Follows the loads in progress.
 
         Raises:
             OutOfPages: the pool is short; nothing was started.
@@ -274,7 +286,10 @@ class WeightMemory:
             self.address_range.unbind(owner, range(self.num_mapped_pages))
 
     def bind(self, owner: WeightsId, num_pages: int) -> bool:
-        """Map up to ``num_pages`` of the pages that have stayed; return whether more may follow."""
+        """Map up to ``num_pages`` of the pages that have stayed; return whether more may follow.
+
+        The contents are those of the present snapshot. No load may be in progress.
+        """
         assert not self._arriving
         num_bound = self.address_range.bind(owner, self._num_loaded, num_pages)
         self._num_loaded += num_bound
@@ -359,7 +374,10 @@ class Snapshots:
             self._thread.submit(self._discard, model, taking[1])
 
     def finished(self) -> list[SnapshotDropped | SnapshotTaken]:
-        """Return the thread's results since the last call; attached snapshots are the models'."""
+        """Return the thread's results since the last call as messages to the daemon.
+
+        Attached snapshots belong to the models from then on.
+        """
         if not (self._dropping or self._taking):
             return []
         messages: list[SnapshotDropped | SnapshotTaken] = []

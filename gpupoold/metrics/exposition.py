@@ -74,9 +74,10 @@ def _text_of(families: Iterable[Family]) -> bytes:
 
 
 def picker_families(scrape: Scrape) -> Iterator[Family]:
-    """Yield the gauges that the Gateway API inference extension asks each model server for.
+    """Yield the families of one scrape.
 
-    A model of the pool takes the part of a LoRA adapter: requests choose the model by name,
+    The model server protocol of the Gateway API inference extension asks each server for these
+    gauges. A model of the pool takes the part of a LoRA adapter: requests choose the model by name,
     resident models answer at once, and waiting models need a switch.
     """
     for family in (*_load(scrape), _residency(scrape)):

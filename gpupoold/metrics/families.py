@@ -1,6 +1,7 @@
 """The data of one scrape, and metric families as plain data.
 
-The conversion to the Prometheus client's objects takes ten times as long, in another thread.
+Gathering is quick; the conversion to the Prometheus client's objects takes ten times as long and
+can run in another thread.
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ def one_each(
     label: str,
     items: Iterable[tuple[str, T]],
 ) -> Callable[[str, str, Callable[[T], float | None]], Family]:
-    """Return a function of a name, a text and the value of an item: a sample each by its key."""
+    """Return a function that makes families of one sample per item; ``label`` has the item's key.
+
+    The function takes a name, a text and the value of an item.
+    """
     known = list(items)
 
     def family(name: str, text: str, value: Callable[[T], float | None]) -> Family:
@@ -125,9 +129,9 @@ class Scrape:
     """The control plane and its models by name: counts, attainment of the last minute.
 
     Requests of a preset or adapter count under its name, memory and states under its model's name.
-    An attainment is None without tokens, the bytes of saved snapshots if the disk cannot be read.
-    ``drafts`` has the models with speculative decoding, ``waiting`` the requests before their first
-    step.
+    An attainment is None without tokens. Bytes of saved snapshots are None if the disk cannot be
+    read. ``drafts`` has the models with speculative decoding, ``waiting`` the number of live
+    requests before their first step by model.
     """
 
     control_plane: ControlPlane
@@ -216,5 +220,5 @@ def _waiting(control_plane: ControlPlane, rows: dict[str, ModelRow]) -> Counter[
 
 
 def memories(worker: Worker) -> list[ModelMemory]:
-    """Return the models' memory in a worker's latest report, none while the worker is down."""
+    """Return the models' memory in a worker's latest report, empty while the worker is down."""
     return worker.status.models if worker.status else []

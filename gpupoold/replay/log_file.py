@@ -244,7 +244,10 @@ def write(path: Path, lines: Iterable[bytes]) -> None:
 def lines(
     header: Header, entries: Iterable[LogEntry], first: LogSegment | None = None
 ) -> Iterator[bytes]:
-    """Yield the lines of a log file, each with a newline."""
+    """Yield the lines of a log file, each with a newline.
+
+    ``first`` is the first segment of the log, None for a log that begins with a new core.
+    """
     header = msgspec.structs.replace(header, has_state=first is not None)
     yield msgspec.json.encode(header) + b"\n"
     if first is not None:

@@ -2,8 +2,10 @@
 
 KV without space on a device is offloaded to its host cache; when the cache is full, KV would be
 dropped and recomputed. So requests wait in the daemon while the reservations of sent requests
-(``kv_need_bytes``) leave no space beside the weights of the largest working model and in the host
-cache. A lone request is always admitted: a guarantee of progress.
+(``kv_need_bytes``) leave no space. The device provides the memory beside the weights of its largest
+working model; the host cache provides the rest.
+
+A lone request is always admitted: a guarantee of progress.
 
 Within a model, requests that can be on time go first: the policy would defer the others
 (:func:`prefill_order`), and deferred requests must not hold memory. A request that has waited for
@@ -53,13 +55,15 @@ def admits(device: DeviceState, request: Request) -> bool:
 def admit(device: DeviceState, now_s: float) -> None:
     """Queue requests from the line for KV memory, as far as there is memory now.
 
-    A queued request waits again if other requests' KV has grown into its memory, or if it is late
-    and a request that can be on time waits. Within a model requests keep their order except for
-    priority and for late requests. The model with the least KV is next, and no other model gets
-    memory until its first request fits: memory accumulates for a large request too, and no model's
-    backlog blocks another. Among equals the request for which memory was accumulated stays next. A
-    request that has got memory in this call keeps the memory until the next call: two requests
-    could otherwise take the memory from each other without end.
+    A queued request waits again if other requests' KV has grown into its memory, or if it is
+    late and a request that can be on time waits. Within a model requests keep their order except
+    for priority and for late requests. The model with the least KV is next, and no other
+    model gets memory until its first request fits. Thus memory accumulates for a large request
+    too, and no model's backlog blocks another model. Among equals, for example on an empty device,
+    the request for which memory was accumulated stays next.
+    A request that has got memory in this call keeps the memory until the next call: which requests
+    are late depends on the models with queued requests, so two requests could otherwise take the
+    memory from each other without end.
     """
     if device.up.kv_host_bytes is None:
         return
@@ -88,7 +92,11 @@ def num_ahead(device: DeviceState, now_s: float) -> int:
 
 
 def _gets_room(device: DeviceState, request: Request, kept: Collection[str], now_s: float) -> bool:
-    """Return whether a request on time fits once late ones gave up memory, not starving ones."""
+    """Return whether a request fits after late requests have given their memory back.
+
+    Only a request that can be on time gets memory in this way; starving requests and the requests
+    ``kept`` keep their memory.
+    """
     if request not in _order(device, request.model.name, now_s).on_time:
         return False
     for name in list(device.queued):
@@ -104,11 +112,13 @@ def _is_starving(request: Request, now_s: float) -> bool:
 
 
 def _order(device: DeviceState, name: str, now_s: float) -> PrefillOrder:
+    """Return the order of a model's prompts that are not sent, with memory or without."""
     batches = [line[name] for line in (device.queued, device.waiting_for_kv) if name in line]
     return order_of(batches, device, now_s)
 
 
 def _put_back(device: DeviceState, requests: Sequence[Request]) -> None:
+    """Move queued requests back to waiting, before the waiting requests of their model."""
     for name in dict.fromkeys(request.model.name for request in requests):
         behind = device.waiting_for_kv.pop(name, None)
         for request in [request for request in requests if request.model.name == name]:
@@ -121,7 +131,10 @@ def _put_back(device: DeviceState, requests: Sequence[Request]) -> None:
 
 
 def _first(device: DeviceState, name: str, now_s: float) -> tuple[Request, bool]:
-    """Return the first request of a queue, starving ones foremost, and whether it is late."""
+    """Return the request of a model's queue that gets memory first, and whether it is late.
+
+    A starving request is first, and counts as on time, unless another has memory already.
+    """
     line, queued = device.waiting_for_kv[name].requests, device.queued.get(name)
     oldest = next(iter(line.values()))
     if _is_starving(oldest, now_s):
@@ -136,8 +149,8 @@ def _first(device: DeviceState, name: str, now_s: float) -> tuple[Request, bool]
 def _next(device: DeviceState, now_s: float, newcomer: Request | None = None) -> Request | None:
     """Return the next request to get memory, among the waiting requests and ``newcomer``.
 
-    A model that has all the KV that fits beside its weights is skipped, so as to block no other:
-    only its own requests can free memory for the next.
+    A model that has all the KV that fits beside its weights is skipped: only its own requests can
+    free memory for the next request, so the model must not block other models.
     """
     firsts = {name: _first(device, name, now_s) for name in device.waiting_for_kv}
     if newcomer is not None and firsts.get(newcomer.model.name, (newcomer, True))[1]:
@@ -179,8 +192,9 @@ def _has_room(device: DeviceState, newcomer: Request | None = None) -> bool:
 def has_room(state: State, model: Model, num_prompt_tokens: int, max_tokens: int) -> bool:
     """Return whether some device can take one more background request now.
 
-    Such requests are hours from their deadlines and join the steps of other answers of their model.
-    The daemon passes one to the core only if a device has room, so that others find short steps.
+    Deadlines of background requests are hours away, so their turns come last, and they join the
+    steps of other answers of their model. The daemon passes such a request to the core only if a
+    device has room, so that others find short steps and free memory.
     """
     num_tokens = num_prompt_tokens + min(
         max_tokens, round(state.lengths.predict(model.name, num_prompt_tokens))
@@ -189,7 +203,10 @@ def has_room(state: State, model: Model, num_prompt_tokens: int, max_tokens: int
 
 
 def most_spare(request: Request, devices: Sequence[DeviceState]) -> DeviceState:
-    """Return the device for a background request: with the least work of others, then resident."""
+    """Return the device for a background request: with the least work of others, then resident.
+
+    At least one device is required.
+    """
     context_tokens = request.prompt_tokens + request.expected_tokens
 
     def rank(device: DeviceState) -> tuple[bool, int, bool, int, int]:
@@ -246,6 +263,7 @@ def _has_prompts(batch: Batch) -> bool:
 
 
 def _kv_bytes(device: DeviceState) -> float:
+    """Return the bytes of KV at the expected ends of the device's background requests."""
     batches = (*device.working.values(), *device.queued.values())
     return sum(
         (request.prompt_tokens + request.expected_tokens) * request.model.kv_bytes_per_token
@@ -260,8 +278,9 @@ class PrefillOrder(NamedTuple):
     """Queued requests in order of execution; ``late`` requests cannot be on time.
 
     Prism's algorithm 2 within one model. While all queued requests can be on time, all are sent at
-    once. Otherwise as many first tokens as possible are kept on time, and the device gets only its
-    next prefills, so that a request that arrives later can precede.
+    once. Otherwise as many first tokens as possible are kept on time: the other requests are
+    deferred, and the device gets only its next prefills, so that a request that arrives later can
+    precede.
     """
 
     on_time: Sequence[Request]
@@ -271,7 +290,11 @@ class PrefillOrder(NamedTuple):
 def prefill_order(
     queued: Collection[Request], prefill_s: float, speed: Speed, start_s: float, factor: float = 1.0
 ) -> PrefillOrder:
-    """Return the order of queued requests; ``factor``: seconds to the end per one of prefill."""
+    """Return the order of a model's queued requests, if the first prefill begins at ``start_s``.
+
+    ``prefill_s``: sum of the queued prefills; ``factor``: seconds until a prefill has ended, per
+    second of prefill.
+    """
     if start_s + factor * prefill_s <= min(
         (request.next_deadline_s for request in queued), default=0.0
     ):
@@ -311,7 +334,10 @@ def is_alone(name: str, device: DeviceState) -> bool:
 
 
 def time_factor(working: Batch | None) -> float:
-    """Return the seconds per second of prefill, with decoding at the target's pace between."""
+    """Return the seconds until a prefill has ended, per second of prefill, of a model alone.
+
+    Answers of the batch are decoded between the prefills, at the pace of their target.
+    """
     num_running = len(working.requests) - working.num_waiting if working is not None else 0
     if working is None or not num_running:
         return 1.0
@@ -322,10 +348,10 @@ def time_factor(working: Batch | None) -> float:
 def next_prefills(
     order: PrefillOrder, working: Batch | None, speed: Speed, ahead_s: float
 ) -> Sequence[Request]:
-    """Return the requests to send now, all if none is late.
+    """Return the requests to send now.
 
-    Otherwise prompts are sent until the device has prompts for ``ahead_s`` and at least two, late
-    requests only if no request can be on time.
+    That is all requests if none is late. Otherwise prompts are sent until the device has prompts
+    for ``ahead_s`` and at least two, late requests only if no request can be on time.
     """
     if not order.late:
         return order.on_time
@@ -382,7 +408,12 @@ def _job(request: Request, deadline_s: float, speed: Speed, factor: float = 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A waiting prefill in seconds with its switch, never late for the sake of lower priorities."""
+    """A waiting prefill: its duration including the switch, and its deadline.
+
+    Times are seconds, deadlines on the clock of ``now_s``. A job is not late for the sake of jobs
+    with a lower ``priority``. Raises ValueError for a negative or infinite duration, and for a
+    deadline that is not a number.
+    """
 
     job_id: str
     duration_s: float
@@ -396,7 +427,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A split of the jobs: on-time jobs in order of execution, and late jobs, which run last."""
+    """A split of the jobs: on-time jobs in order of execution, and late jobs.
+
+    ``late`` is in order of deadline too; late jobs run last, because no place in the order meets
+    their deadlines.
+    """
 
     on_time: tuple[Job, ...]
     late: tuple[Job, ...]
@@ -412,8 +447,9 @@ def most_on_time(jobs: Iterable[Job], now_s: float = 0.0) -> Admission:
 
     Moore and Hodgson: take jobs by deadline; when the latest is late, drop the longest taken so
     far. Optimal in number for jobs of equal priority that are all ready at ``now_s`` and run one
-    after the other; O(n log n). Jobs of a lower priority are added as far as no earlier choice
-    becomes late. Prism, algorithm 2, applies the algorithm to the prefills waiting for one GPU.
+    after the other; O(n log n). Priorities are served from the highest: jobs of the next priority
+    are added as far as no earlier choice becomes late. Prism, algorithm 2, applies the algorithm
+    to the prefills waiting for one GPU.
     """
     by_deadline = sorted(jobs, key=lambda job: (job.deadline_s, job.duration_s))
     is_chosen = [False] * len(by_deadline)

@@ -39,7 +39,8 @@ class WorkerSupervisor:
     ) -> None:
         """``forks`` starts the processes of emulated devices, ``execute`` all others.
 
-        A GPU's process is a program of its own: the choice of the GPU must precede any use of CUDA.
+        ``hosts`` has the phases of the models on the workers. A GPU's process is a
+        program of its own, because the choice of the GPU must precede any use of CUDA.
         """
         self._settings = settings
         self._forks = forks
@@ -93,7 +94,10 @@ class WorkerSupervisor:
                 raise no_such_device(number, len(self.workers))
 
     async def wait_ready(self, worker: Worker) -> None:
-        """Return when the worker, woken if parked, can load models; Unavailable if too late."""
+        """Return when the worker can load models; a parked worker is woken.
+
+        Raises Unavailable: the worker did not come up in time.
+        """
         self.wake(worker.number)
         limit_s = _RESTART_TIMEOUT_S if worker.state == "down" else _READY_TIMEOUT_S
         try:
@@ -130,7 +134,13 @@ class WorkerSupervisor:
         return up or self.workers
 
     async def device_sizes(self, *, of_all: bool = False) -> list[int]:
-        """Return the bytes of ready devices, waiting for one or ``of_all``, else Unavailable."""
+        """Return the memory in bytes of the devices whose workers are ready.
+
+        Wait until one worker is ready; with ``of_all`` until each is ready or did not come up in
+        time.
+
+        Raises Unavailable: no worker came up in time.
+        """
         if of_all or not self.any_ready:
             waits = [asyncio.create_task(self.wait_ready(worker)) for worker in self.workers]
             try:
@@ -154,8 +164,13 @@ class WorkerSupervisor:
         """Load or replace a model on a worker; return its facts and a descriptor of the snapshot.
 
         The descriptor is None from a device without snapshots. Steps are then profiled for at most
-        ``profiling_budget_s``. The caller holds ``worker.load_lock``. Raises WorkerIsDown, or
-        WorkerEnded if the worker ended before answering.
+        ``profiling_budget_s``. The caller holds ``worker.load_lock``.
+
+        Raises:
+            WorkerIsDown: the worker is down.
+            WorkerEnded: the worker ended before answering.
+            GpupoolError: the worker's reason.
+            TimedOut: the load exceeded the configured time.
         """
         if not worker.is_ready:
             raise WorkerIsDown(f"worker {worker.number} is {worker.state}", "see `gpupool logs`")
@@ -193,7 +208,10 @@ class WorkerSupervisor:
             worker.send(m.ForgetPrefixes(model))
 
     async def unload(self, worker: Worker, name: str, *, keeps_engine: bool = False) -> None:
-        """Drop a model, not its engine if ``keeps_engine``; return when the memory is free."""
+        """Drop a model from a worker; return when the memory is free.
+
+        With ``keeps_engine`` the worker keeps the engine for the next load.
+        """
         await worker.unloading.settled(name)
         host = self._hosts.of(name, worker.number)
         if not host.is_ordered:
@@ -243,7 +261,9 @@ class WorkerSupervisor:
     async def call(
         self, worker: Worker, method: str, /, *, limit_s: float | None = None, **arguments: object
     ) -> object:
-        """Run an operation between two steps, by default within the time of a load.
+        """Run a named operation on a worker between two steps.
+
+        ``limit_s`` None means the load timeout, because a load may have to finish before.
 
         Raises:
             Unavailable: the worker starts, or is down or parked.
@@ -278,6 +298,7 @@ class WorkerSupervisor:
 
 
 async def _outcomes(waits: list[asyncio.Task[None]], *, of_all: bool) -> list[BaseException]:
+    """Wait for the first success, or for all; return the errors until then."""
     errors: list[BaseException] = []
     for wait in asyncio.as_completed(waits):
         try:

@@ -211,6 +211,7 @@ class BatchApi:
         self._check_account(account, await self._store.num_bytes() + num_bytes)
 
     def _check_account(self, account: Account, num_bytes_of_all: int) -> None:
+        """Check that an owner, and all owners together, have no more than allowed."""
         bounds = self._bounds
         for had, bound, what in (
             (account.num_bytes, bounds.max_key_bytes, "Your files, batches and results: bytes"),
@@ -350,7 +351,10 @@ def file_object(row: FileRow) -> dict[str, Any]:
 
 
 def batch_object(row: BatchRow) -> dict[str, Any]:
-    """Return a batch as an object of the API."""
+    """Return a batch as an object of the API.
+
+    ``status_details``, which OpenAI does not have, says why requests wait.
+    """
     ended = {f"{status}_at": row.ended_at if row.status == status else None for status in _ENDED_AT}
     return {
         "id": row.id,
@@ -383,7 +387,10 @@ def batch_object(row: BatchRow) -> dict[str, Any]:
 
 
 def list_object(items: Iterable[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """Return a page of at most ``limit`` items and about ``_MAX_PAGE_BYTES``."""
+    """Return a page of at most ``limit`` items and about ``_MAX_PAGE_BYTES``.
+
+    One item more tells of a further page.
+    """
     page: list[dict[str, Any]] = []
     num_bytes, has_more = 0, False
     for item in items:

@@ -66,6 +66,7 @@ class StoredFiles:
         self._folder = folder
 
     def path(self, file_id: str) -> Path:
+        """Return the path of a file's content. ``file_id`` must be of the database."""
         return self._folder / file_id
 
     def begin(self) -> NewFile:

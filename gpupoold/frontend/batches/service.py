@@ -38,7 +38,10 @@ _LEAVING_S = 1.0
 
 
 class BatchService:
-    """Files and batches in ``folder``; the database is opened by :meth:`run`."""
+    """Files and batches in ``folder``; the database is opened by :meth:`run`.
+
+    ``runs_batches`` is true in one frontend.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,10 @@ class BatchService:
         self._api: BatchApi | None = None
 
     async def run(self, ask: Ask, tell_wait: TellWait) -> None:
-        """Serve until cancelled; ``ask`` answers a request of a batch."""
+        """Serve until cancelled; ``ask`` answers a request of a batch.
+
+        ``tell_wait`` is told about a batch whose requests begin to wait, and why.
+        """
         store = await self._open()
         self._api = BatchApi(store, self._files, self._bounds, self._in_flight)
         try:
@@ -138,6 +144,7 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self) -> None:
+        """Start work on batches, and stop the work on batches that have to end."""
         for row in await self._store.under_way():
             running, end = self._running.get(row.id), self._work.why_stop(row)
             if running is not None and not running.task.done():

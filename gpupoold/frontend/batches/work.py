@@ -104,6 +104,7 @@ class BatchWorker:
         self._num_ends = await self.store.asked()
 
     def why_stop(self, row: BatchRow) -> BatchStatus | None:
+        """Return the status in which a batch has to end now, None for a batch that may go on."""
         if row.status == "finalizing":
             return None
         if row.status == "cancelling" or self.find_caller(row.owner) is None:
@@ -148,7 +149,10 @@ class BatchWorker:
         await self.store.change(row.id, "validating", **values)
 
     async def _answer_all(self, row: BatchRow) -> None:
-        """Answer all requests without a result, in passes over the input file."""
+        """Answer all requests without a result, in passes over the input file.
+
+        A pass asks each request that is due. Each next pass begins when a refused request is due.
+        """
         batch = self._answering[row.id] = _Batch(row, Repeats())
         try:
             while True:
@@ -164,7 +168,10 @@ class BatchWorker:
             del self._answering[row.id]
 
     async def note_if_still(self, row: BatchRow) -> None:
-        """Note why a batch stands still whose requests are not refused."""
+        """Note why a batch stands still whose requests are not refused.
+
+        To be called from time to time.
+        """
         batch = self._answering.get(row.id)
         if batch is None or batch.waits_because:
             return
@@ -172,6 +179,7 @@ class BatchWorker:
             await self._note_wait(batch, _STILL)
 
     async def _pass(self, batch: _Batch, tasks: asyncio.TaskGroup) -> None:
+        """Begin to answer each request that is due, as far as there are places."""
         row = batch.row
         lines = self._due_lines(batch)
         while True:
@@ -440,6 +448,7 @@ def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> by
 
 
 def expired_line(custom_id: str) -> bytes:
+    """Return the line of a request that was not answered within the completion window."""
     message = "This request could not be executed before the completion window expired."
     return _line(custom_id, None, {"code": "batch_expired", "message": message})
 

@@ -252,6 +252,7 @@ def doubled_rule(serialised: str) -> str | None:
 
 
 def _rules_of(grammar: dict[str, Any]) -> list[GrammarRule]:
+    """Return the rules of a serialised grammar; repetitions become rules of their own."""
     data, starts = grammar["grammar_expr_data"], grammar["grammar_expr_indptr"]
 
     def expression(number: int) -> tuple[int, list[int]]:

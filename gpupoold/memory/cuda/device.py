@@ -52,9 +52,12 @@ class CudaDevice(Device):
     """Memory of one GPU in the device's primary context, which torch uses too.
 
     ``device_bytes`` caps the memory taken (0: all free memory), ``reserve_bytes`` stay free for
-    torch in any case. ``compute_streams`` returns the streams of the engines' kernels and is called
-    on every use. ``page_bytes`` is a multiple of the device's granularity. Raises Failed if no page
-    fits, or ``page_bytes`` cannot be mapped; all methods raise CudaError.
+    torch in any case. ``compute_streams`` returns the streams of the engines' kernels and is
+    called on every use. ``page_bytes`` is a multiple of the device's granularity.
+
+    Raises:
+        Failed: no page fits, or ``page_bytes`` cannot be mapped.
+        CudaError: a call of the driver failed, also in any method.
     """
 
     is_host_addressable = False
@@ -103,7 +106,10 @@ class CudaDevice(Device):
         return self._driver.memory_info()[0]
 
     def reserve(self, num_pages: int) -> int:
-        """Reserve addresses, or raise Failed if the driver has too few left, as WSL's."""
+        """Reserve addresses.
+
+        Raises Failed: the driver has too few addresses left, as WSL's.
+        """
         num_bytes = num_pages * self.page_bytes
         try:
             return self._driver.reserve_addresses(num_bytes, self.page_bytes)
@@ -141,7 +147,11 @@ class CudaDevice(Device):
     def unmap_each(
         self, mappings: Sequence[tuple[int, list[PageRun]]], last_use: Fence | None = None
     ) -> None:
-        """Unmap, of a paused model later: a wait for the running step would end its overlap."""
+        """Unmap after waiting for the pages' users.
+
+        Mappings of a paused model are removed later, beside other work: a wait for the running
+        model's step would end the overlap of that step with this work.
+        """
         if last_use is None:
             self._wait_for_compute()
         else:
@@ -290,6 +300,10 @@ class CudaDevice(Device):
         return usable_bytes // self.page_bytes
 
     def _make(self, pages: Iterable[int]) -> None:
+        """Create physical memory for pages without memory.
+
+        Raises CudaError: other users have the memory; memory created by this call is freed.
+        """
         made: list[int] = []
         try:
             for page in pages:
@@ -324,6 +338,7 @@ class CudaDevice(Device):
             self._driver.synchronize_stream(stream)
 
     def _let_compute_wait(self) -> None:
+        """Make later kernels wait for the work already queued on the copy-in stream."""
         self._driver.record_event(self._filled, self._in_stream)
         for stream in self._compute_streams():
             self._driver.wait_event(stream, self._filled)
@@ -370,7 +385,8 @@ class StaleMappings:
     """Mapped ranges without an owner; ``unmap(address, num_bytes)`` removes mappings.
 
     The driver unmaps page by page: 36 ms for an 8B model. A page may be mapped at several
-    addresses, so the next owner need not wait.
+    addresses, so the next owner need not wait. Nobody uses the former addresses until these are
+    mapped again.
     """
 
     def __init__(self, unmap: Callable[[int, int], None]) -> None:

@@ -115,7 +115,11 @@ class CudaDriver:
         self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(_STREAM_ORDER)
 
     def bind_thread(self) -> None:
-        """Make the context current in the calling thread, which must capture no graphs."""
+        """Make the context current in the calling thread, which must not capture graphs.
+
+        The thread's calls are then permitted while another thread captures a graph, and do not
+        break the capture.
+        """
         self._call("cuCtxSetCurrent", self._context)
         mode = self._driver.CUstreamCaptureMode(_OWN_CAPTURES)
         self._call("cuThreadExchangeStreamCaptureMode", mode)
@@ -176,7 +180,11 @@ class CudaDriver:
         return int(self._call("cuDriverGetVersion")) >= _BATCH_COPY_VERSION
 
     def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Copy in stream order, not on the legacy stream; one bad or empty copy fails the call."""
+        """Copy ``(target, source, num_bytes)`` in stream order, in any order within the batch.
+
+        The stream must not be the legacy default stream, and no copy empty. One bad copy fails the
+        whole call.
+        """
         pointer = self._driver.CUdeviceptr
         targets = [pointer(target) for target, _, _ in copies]
         sources = [pointer(source) for _, source, _ in copies]
@@ -216,7 +224,10 @@ class CudaDriver:
         self._call("cuEventDestroy", event)
 
     def record_event(self, event: int, stream: int) -> None:
-        """Record the stream's present work in the event; earlier waiters are not affected."""
+        """Record the stream's present work in the event.
+
+        Earlier waiters are not affected, so an event can be reused.
+        """
         self._call("cuEventRecord", event, stream)
 
     def synchronize_event(self, event: int) -> None:
@@ -253,6 +264,7 @@ class CudaDriver:
                 return
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the driver; raise an exception for an error code."""
         try:
             status, *results = getattr(self._driver, name)(*arguments)
         except RuntimeError as error:  # the bindings find no driver library
@@ -273,7 +285,8 @@ class CudaCopyStream:
 
     A batch of copies is one driver call if the driver supports batches: separate calls cost 4 us
     each, which would limit blocks of 32 KiB to 8 GB/s. Inside a batch call, host-to-device copies
-    below 28 KiB are slow too (7 GB/s; 44 GB/s above), so callers join adjacent pieces.
+    below 28 KiB are slow too (7 GB/s; 44 GB/s above), so callers join adjacent pieces. One bad copy
+    fails the whole call, hence no copy is empty.
     """
 
     def __init__(
@@ -348,7 +361,10 @@ class CudaCopyStream:
         self._driver.destroy_stream(self._stream)
 
     def _pass_fences(self, last: int) -> None:
-        """Make the stream wait for all fences up to ``last``, which are of varying streams."""
+        """Make the stream wait for all fences up to ``last``.
+
+        The engines' streams vary from fence to fence, so the last fence may not cover earlier ones.
+        """
         assert last <= self._num_fences, f"there is no fence {last}"
         while self._fences and self._fences[0][0] <= last:
             _, events = self._fences.popleft()

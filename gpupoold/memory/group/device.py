@@ -1,6 +1,7 @@
 """The device of a group: the leader's orders to memory are carried out on all ranks.
 
-Pages and regions have the same sizes on each rank, so the leader's accounts hold for all ranks.
+All ranks have equally many pages of equal size, and each model's regions have the same size on each
+rank. So the leader's accounts of pages, extents and host slots hold for all ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def _on_all_ranks(method: _Method) -> _Method:
 
 
 class GroupDevice(Device):
-    """The leader's device ``own``, for addresses outside all regions too, and the followers'."""
+    """The leader's own device ``own``, and the followers' devices by orders.
+
+    An address outside of all regions is the leader's alone.
+    """
 
     def __init__(
         self,
@@ -59,7 +63,8 @@ class GroupDevice(Device):
     ) -> None:
         """``files`` are links to threads that map and pin host memory.
 
-        ``num_pages`` is the least of a rank; ``unpinned`` has the bytes not pinned, by rank.
+        ``num_pages`` is the least number of pages of a rank; ``unpinned`` has the bytes that are
+        not pinned, by rank.
         """
         super().__init__()
         self._own = own
@@ -93,7 +98,10 @@ class GroupDevice(Device):
         self.regions.add(number, address, num_bytes)
 
     def call_files(self, method: str, *arguments: Any, fds: Sequence[int] = ()) -> None:
-        """Call a method on the followers' threads for files to its end, or raise Failed."""
+        """Call a method on the followers' threads for files, and wait for its end.
+
+        Raises Failed: the text of a follower's error.
+        """
         with self._calling:
             self._send_files(method, *arguments, fds=fds)
             problems = [problem for link in self._files if (problem := link.receive()[0])]
@@ -174,7 +182,10 @@ class GroupDevice(Device):
         self._own.close()
 
     def _everywhere(self, method: str, arguments: dict[str, Any]) -> None:
-        """Call a method on all ranks, or on the leader's for addresses outside all regions."""
+        """Call a method on all ranks, or on the leader if the addresses are in no region.
+
+        An ordered mapping is undone after an error of the leader.
+        """
         addresses = {n: arguments[n] for n in _ADDRESSES if arguments.get(n) is not None}
         found = {name: self.regions.place(address) for name, address in addresses.items()}
         places = {name: place for name, place in found.items() if place is not None}
@@ -229,18 +240,27 @@ class _GroupFence(Fence):
 
 
 class RegionPlace(NamedTuple):
-    """An offset in bytes in a region, which each rank translates into an address of its own."""
+    """An offset in bytes in a region.
+
+    The leader translates its addresses into regions and offsets, each follower translates these
+    into its own addresses.
+    """
 
     region: int
     offset: int
 
 
-PlacedMapping = tuple[RegionPlace, list[PageRun]]  # from which runs are mapped one after the other
-PlacedCopy = tuple[RegionPlace, RegionPlace, int]  # target, source and bytes
+PlacedMapping = tuple[RegionPlace, list[PageRun]]
+"""The place from which runs are mapped one after the other."""
+PlacedCopy = tuple[RegionPlace, RegionPlace, int]
+"""Target, source and bytes of a copy."""
 
 
 class LeaderRegions:
-    """The regions by the leader's addresses; a change replaces the list, for any thread's reads."""
+    """The regions by the leader's addresses, for all threads.
+
+    Readers see a consistent list without a lock, because a change replaces the list.
+    """
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -308,7 +328,11 @@ class RankFence(NamedTuple):
 
 
 class Fences:
-    """The latest 4096 fences by the group's number; a fence applies to all copy streams."""
+    """Fences of all copy streams of a rank by the group's number.
+
+    A fence applies to all copy streams of a direction, so that streams share this object. The
+    latest 4096 can be waited for.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -321,7 +345,10 @@ class Fences:
                 self._fences.popitem(last=False)
 
     def get(self, number: int) -> RankFence:
-        """Return the fence of a number other than 0; raise Failed if it is too old."""
+        """Return the fence of a number other than 0.
+
+        Raises Failed: more fences than the limit were recorded since.
+        """
         with self._lock:
             fence = self._fences.get(number)
         if fence is None:
@@ -330,7 +357,7 @@ class Fences:
         return fence
 
     def own(self, number: int) -> int:
-        """Return the own fence of a number, 0 for no fence."""
+        """Return the own fence of a number, 0 for no fence. Raises Failed as ``get``."""
         return self.get(number).own if number else 0
 
 
@@ -338,9 +365,9 @@ class Fences:
 class LeaderCopyStream:
     """The leader's end: each batch goes to the followers' copy streams and to the leader's own.
 
-    A batch with an address outside of all regions is copied by the leader alone. A follower begins
-    a batch after the orders before the batch's fence, not after later ones: the batch may arrive
-    during a step that was ordered after the fence.
+    A batch with an address outside of all regions is copied by the leader alone, as in
+    measurements. A follower begins a batch after the orders before the batch's fence, not after
+    later ones: the batch may arrive during a step that was ordered after the fence.
     """
 
     number: int
@@ -474,6 +501,7 @@ class FollowerMemory:
         threading.Thread(target=stream.run, name="copy", daemon=True).start()
 
     def forget_copy_stream(self, number: int) -> None:
+        """Forget a copy stream that the leader has closed, whose thread ends by itself."""
         del self._copy_streams[number]  # closed by the leader; its thread ends by itself
 
     def record_copy_fence(self, stream: int, number: int) -> None:

@@ -1,9 +1,12 @@
-"""Messages between the ranks of a group, pickled, over connected unix sockets.
+"""Messages between the ranks of a group, over connected unix sockets.
 
-The ranks are processes of one program. The leader's orders name a method of the followers and its
-arguments. Orders have no answer: a follower that fails ends its process, and the group ends with
-it. Other threads of the leader have *side links* to each follower. A message on such a link says
-how many orders were sent before, and the follower carries out these first.
+The ranks are processes of one program that the leader has forked, so messages are pickled.
+
+The leader's orders are such messages: the name of a method of the followers and its arguments.
+Orders have no answer: the leader goes on at once, a follower that fails ends its process, and the
+group ends with it. Other threads of the leader have links of their own to each follower (*side
+links*). A message on such a link says how many orders were sent before, and the follower carries
+out these first.
 """
 
 from __future__ import annotations
@@ -54,7 +57,10 @@ class Link:
         return self._socket.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message with duplicates of descriptors; RankLost if the other end is closed."""
+        """Send a message with descriptors, of which the other end receives duplicates.
+
+        Raises RankLost: the other end is closed.
+        """
         self.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), fds)
 
     def send_bytes(self, pickled: bytes, fds: Sequence[int] = ()) -> None:
@@ -67,7 +73,10 @@ class Link:
             raise RankLost(f"another rank has ended: {error}") from error
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Wait for a message with its descriptors, owned by the caller; RankLost if closed."""
+        """Wait for a message; return the message and its descriptors, owned by the caller.
+
+        Raises RankLost: the other end is closed.
+        """
         num_bytes, num_fds, fds = self._read_header()
         if len(fds) != num_fds:
             for fd in fds:
@@ -111,7 +120,8 @@ class OrderBook:
     """The leader's end of the links for orders; callable by all threads."""
 
     links: Sequence[Link]
-    num_sent: int = field(default=0, init=False)  # so far; side messages carry the number
+    num_sent: int = field(default=0, init=False)
+    """Number of orders so far, which side messages carry."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def send(self, method: str, *arguments: Any) -> int:
@@ -167,7 +177,7 @@ class OrderCount:
 
 
 def run_orders(link: Link, receivers: Sequence[object], done: OrderCount) -> None:
-    """Call the ordered methods of ``receivers`` until RankLost; count the orders in ``done``.
+    """Call the ordered methods of ``receivers``; count the orders in ``done``.
 
     Raises:
         RankLost: the leader has ended.

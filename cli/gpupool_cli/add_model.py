@@ -128,6 +128,7 @@ def _add_to_fleet(ctx: typer.Context, request: AddModelRequest, least_replicas: 
 
 
 def follow(name: str, steps: Iterator[Progress]) -> ModelInfo | None:
+    """Show the steps of an addition; return the model at the end, None if the daemon goes on."""
     with ProgressView(name) as view:
         try:
             for progress in steps:

@@ -141,6 +141,7 @@ def _mode(drain: bool, force: bool) -> RemoveMode:
 
 
 def print_model(model: ModelInfo, *, is_added: bool = True) -> None:
+    """Print a model as ``name value`` lines on stdout; one that is not added has no state."""
     fields = {
         "name": model.name,
         "state": model.state if is_added else "",
@@ -184,6 +185,7 @@ def print_model(model: ModelInfo, *, is_added: bool = True) -> None:
 
 
 def _path_text(model: ModelInfo) -> str:
+    """Return the checkpoint's folder, marked if the folder is in a shared Hugging Face cache."""
     is_shared = model.source != model.path and Path(model.path).parent.name == "snapshots"
     return f"{model.path} (shared Hugging Face cache)" if is_shared else model.path
 
@@ -201,6 +203,7 @@ def _chat_fields(model: ModelInfo) -> dict[str, str]:
 
 
 def _other_names(model: ModelInfo) -> str:
+    """Return the aliases, then the presets and adapters with their kind."""
     presets = [f"{preset.name} (preset)" for preset in model.presets]
     adapters = [f"{adapter.name} (adapter)" for adapter in model.adapters]
     return ", ".join([*model.aliases, *presets, *adapters]) or output.NOTHING
@@ -250,6 +253,7 @@ def _memory_fields(model: ModelInfo) -> dict[str, str]:
 
 
 def _draft_text(usage: ModelUsage | None) -> str:
+    """Return the acceptance of speculative decoding, empty without drafts."""
     if usage is None or usage.drafts is None:
         return ""
     drafts = usage.drafts
@@ -296,6 +300,7 @@ def _row(model: ModelInfo) -> list[str]:
 
 
 def _remove(client: AdminClient, name: str, mode: RemoveMode) -> GpupoolError | None:
+    """Return the error of removing ``name``, None after success."""
     if mode == "drain":
         say(f"{name}: waiting for the live requests to end")
     try:

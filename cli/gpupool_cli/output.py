@@ -102,7 +102,10 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def show_live(lines: Callable[[], Sequence[str]], interval_s: float) -> None:
-    """Show the lines on the whole terminal, anew at each interval, until interrupted."""
+    """Show the lines on the whole terminal, anew at each interval, until interrupted.
+
+    Elsewhere the lines are printed once.
+    """
     if not sys.stdout.isatty():
         for line in lines():
             print_line(line)

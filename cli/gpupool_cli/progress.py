@@ -58,7 +58,10 @@ class BarView:
 
 
 class WaitView(BarView):
-    """A line about a wait on stderr, until the wait ends; use as a context manager."""
+    """A line about a wait on stderr, until the wait ends; use as a context manager.
+
+    Nothing is shown without a terminal.
+    """
 
     def __init__(self) -> None:
         super().__init__(SpinnerColumn(), description_column())
@@ -79,7 +82,10 @@ class WaitView(BarView):
 
 
 class ProgressView(BarView):
-    """The ``Progress`` lines of one operation; use as a context manager."""
+    """The ``Progress`` lines of one operation; use as a context manager.
+
+    Without a terminal each stage is a line, and a download has a line every few seconds.
+    """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` returns seconds."""
@@ -109,6 +115,7 @@ class ProgressView(BarView):
             self._show_line(progress, started)
 
     def tell(self, remark: str) -> None:
+        """Print a remark about the operation, above the bar."""
         text = f"{self._name}: {remark}"
         if self._bar is None:
             say(text)

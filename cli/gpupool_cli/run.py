@@ -81,10 +81,12 @@ class AnswerTiming:
 
     @property
     def tokens_per_s(self) -> float | None:
+        """The rate of the tokens after the first; None if there are none."""
         elapsed_s = 0.0 if self._first_s is None else self._last_s - self._first_s
         return (self.num_tokens - 1) / elapsed_s if elapsed_s > 0 else None
 
     def note(self, piece: ChatPiece, now_s: float) -> None:
+        """Add a piece that arrived at ``now_s``."""
         if piece.num_tokens is not None:
             self._num_tokens = piece.num_tokens
         if piece.text or piece.reasoning:
@@ -197,6 +199,7 @@ def wait_text(wait: ChatWait) -> str:
 
 
 def _key() -> str | None:
+    """The API key; from the environment, not an option: everyone can see a command's options."""
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise UsageError(f"what is in ${KEY_VARIABLE} is no API key")

@@ -183,6 +183,7 @@ def _model_row(model: schemas.ModelUsage) -> list[str]:
 
 
 def _engines_text(device: schemas.DeviceInfo) -> str:
+    """Return the number of a device's engines and their memory outside the pages."""
     if not device.num_engines:
         return "0"
     text = f"{device.num_engines}, {format_bytes(device.engine_bytes)}"
@@ -268,5 +269,6 @@ def wake(ctx: typer.Context, device: DeviceArgument) -> None:
 
 
 def role_text(device: schemas.DeviceInfo) -> str:
+    """Return the role with its origin, and whether the device drains, as in `gpupool ps`."""
     text = device.role if device.is_role_fixed else f"{device.role} (auto)"
     return f"{text}, draining" if device.is_draining else text

@@ -70,6 +70,7 @@ def _show_request(request: schemas_explain.RequestWhy) -> None:
 
 
 def _show_device(device: schemas_explain.DeviceTurns, engine: str = "") -> None:
+    """Show a device and its next turns; ``engine`` is about the model's engine there."""
     output.print_line("")
     name = f"device {device.device}{_group_text(device)}"
     if device.on_turn is None:

@@ -54,7 +54,10 @@ class Right(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process at the other end of a unix socket, as of the connection."""
+    """A process at the other end of a unix socket, as of the connection.
+
+    ``group_ids`` has all groups of the process.
+    """
 
     pid: int
     user_id: int

@@ -28,6 +28,7 @@ class Bucket:
         self._at_s = now_s
 
     def level(self, now_s: float) -> float:
+        """Return the level at ``now_s``; a negative level is a debt."""
         if now_s > self._at_s:
             filled = self._level + (now_s - self._at_s) * self.per_minute / _WINDOW_S
             self._level, self._at_s = min(filled, self.per_minute), now_s

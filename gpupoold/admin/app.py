@@ -44,7 +44,10 @@ def build_app(control_plane: ControlPlane, exporter: Exporter) -> FastAPI:
 
 
 def add_operations(app: FastAPI, handlers: object) -> None:
-    """Add the operations' routes to equally named handlers; TypeError for other parameters."""
+    """Add each operation's route, with the method of ``handlers`` that has the operation's name.
+
+    Raises TypeError: an operation has no handler with its parameters, or a handler no operation.
+    """
     found = {name for name in vars(type(handlers)) if not name.startswith("_")}
     if found != OPERATIONS.keys():
         raise TypeError(f"operations and handlers differ: {sorted(found ^ OPERATIONS.keys())}")
@@ -99,7 +102,10 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 
 class Door:
-    """The limit of connections per user, which protects workers' descriptors; and the groups."""
+    """The limit of connections per user, and the groups with access.
+
+    The limit protects the descriptors that workers need.
+    """
 
     max_connections = 128
 
@@ -123,7 +129,12 @@ class Door:
 
 
 class PeerProtocol(BoundedHttp):
-    """A connection with its caller in the ``state``; one without a right is refused at once."""
+    """A connection that puts the caller into the state of its requests.
+
+    ASGI has no field for credentials of a unix socket; ``state`` carries server data to an
+    application. A caller without a right is refused at once; the connection is closed after
+    ``linger_s`` at the latest.
+    """
 
     linger_s = 1.0
     body_timeout_s = 60.0
@@ -209,6 +220,7 @@ class PeerProtocol(BoundedHttp):
             self.transport.resume_reading()  # the look-up has found the peer's groups
 
     def _refuse_caller(self, error: GpupoolError) -> None:
+        """Answer any request with ``error``, then close."""
         self._is_refused = True
         body = _error_body(error)
         self.transport.write(self.answer(HTTPStatus(error.http_status), body))
@@ -246,6 +258,7 @@ class Guard:
         self._groups = groups
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the call on, or answer 403 or 415 with the reason and a hint."""
         peer: Peer = scope["state"][_PEER]
         app: ASGIApp = self._app
         try:

@@ -85,7 +85,10 @@ _MAX_TAIL_BYTES = 8 << 20
 
 
 class Handlers:
-    """A handler for each operation; iterators are streams, a ``Response`` is sent as it is."""
+    """A handler for each operation, of the operation's name and parameters.
+
+    An iterator is answered as a stream; a ``Response`` is sent as it is.
+    """
 
     def __init__(self, control_plane: ControlPlane, exporter: Exporter) -> None:
         self._control = control_plane
@@ -314,6 +317,7 @@ class Handlers:
     async def _add_minutes(
         self, sums: Spans | ModelSums, model: str | None, since_s: float
     ) -> None:
+        """Add the minutes of the last ``since_s`` seconds, of one model or of all."""
         model = await self._name(model)
         await self._control.history.flush()
         try:
@@ -463,6 +467,7 @@ def _powers(body: AddKeyRequest) -> KeyPowers:
 
 
 def _changed(powers: KeyPowers, body: SetKeyRequest) -> KeyPowers:
+    """Return ``powers`` with the values that the body gives; 0 removes a limit."""
     given = body.model_dump(exclude={"all_models"}, exclude_none=True)
     changes = {name: None if value == 0 else value for name, value in given.items()}
     return dataclasses.replace(powers, **({"models": None} if body.all_models else {}) | changes)
@@ -516,7 +521,10 @@ class LogReader:
         return lines[len(lines) - num_lines :] if num_lines < len(lines) else lines
 
     def new_lines(self) -> list[str]:
-        """Return the complete lines since the last call, after a rotation the old file's first."""
+        """Return the complete lines written since the last call.
+
+        A truncated log starts anew. After a rotation the rest of the old file comes first.
+        """
         has_next = self._has_next()  # before the old file is read to its end
         offset = self._file.tell()
         if os.fstat(self._file.fileno()).st_size < offset:

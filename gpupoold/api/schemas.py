@@ -482,9 +482,10 @@ class CancelledRequest(Body):
 class SettingInfo(BaseModel):
     """A key, its value as written in a file, and the value's origin.
 
-    ``value`` is None for a key that is not set; no key ``is_hidden``. ``reason`` has the arithmetic
-    of a value that was worked out from the machine. ``effect`` says when a change applies: ``live``
-    at once, ``loads`` for models loaded later, ``restart`` after a restart of gpupoold.
+    ``value`` is None for a key that is not set. ``is_hidden`` is always false, and stays for the
+    readers of the API. ``reason`` has the arithmetic of a value that was worked out from the
+    machine. ``effect`` says when a change applies: ``live`` at once, ``loads`` for models loaded
+    later, ``restart`` after a restart of gpupoold.
     """
 
     key: str
@@ -503,7 +504,10 @@ class ConfigInfo(BaseModel):
 
 
 class ChangeInfo(BaseModel):
-    """A changed key; ``before`` and ``after`` are None if not set."""
+    """A changed key; ``before`` and ``after`` are None if not set.
+
+    ``is_hidden`` is always false, and stays for the readers of the API.
+    """
 
     key: str
     before: Any

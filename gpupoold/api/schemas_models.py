@@ -188,6 +188,7 @@ def graphs_text(graphs: GraphSizes) -> str:
 
 
 def speed_text(progress: Progress | AdditionInfo) -> str:
+    """Return rate and remaining time as far as known, else nothing."""
     left_bytes = (progress.total_bytes or 0) - (progress.done_bytes or 0)
     if not progress.bytes_per_s or left_bytes <= 0:
         return ""

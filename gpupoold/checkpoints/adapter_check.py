@@ -176,7 +176,10 @@ def check_adapter(path: Path, base: Path, *, allow_pickle: bool) -> AdapterFacts
 
 
 def estimate_slot_bytes(base: Path, rank: int, num_slots: int, dtype_bits: int) -> int:
-    """Return the device bytes of ``num_slots`` slots for adapters of all layers of a checkpoint."""
+    """Return the device bytes of ``num_slots`` slots for adapters of all layers of a checkpoint.
+
+    Packed layers are not counted.
+    """
     files, _ = layout.safetensors_files(list_folder(base))
     widths = (
         sum(tensor.shape)

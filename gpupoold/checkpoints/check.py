@@ -236,6 +236,7 @@ def _weights(
     allow_pickle: bool,
     remote: RemoteWeights | None,
 ) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return the weight files, and the number of elements by dtype."""
     candidates, index_name = layout.safetensors_files(names)
     if index_name in names:
         index = _read_index(path / index_name)

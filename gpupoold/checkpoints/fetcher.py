@@ -92,6 +92,7 @@ class Fetcher:
             return 0
 
     def missing_bytes(self, file: HubFile) -> int:
+        """Return the bytes of a file that are not in the folder."""
         return 0 if self.is_done(file) else max(0, file.num_bytes - self.part_bytes(file))
 
     def fetch_all(self, files: Sequence[HubFile]) -> None:
@@ -231,7 +232,10 @@ def has_size(path: Path, num_bytes: int) -> bool:
 
 @dataclass(eq=False)
 class DownloadProgress:
-    """Downloaded bytes, shared by the threads; reports at most every ``REPORT_INTERVAL_S``."""
+    """Downloaded bytes, shared by the threads; reports at most every ``REPORT_INTERVAL_S``.
+
+    ``clock`` returns seconds.
+    """
 
     total_bytes: int
     report: ProgressCallback

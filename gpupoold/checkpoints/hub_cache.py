@@ -96,7 +96,10 @@ def _problem(hub: Hub, cache: Path, snapshot: Path, wanted: Wanted) -> str:
 
 
 def _listing(hub: Hub, cache: Path, snapshot: Path) -> Sequence[HubFile]:
-    """Return the files of a snapshot's commit; a size of -1 is unknown."""
+    """Return the files of a snapshot's commit; a size of -1 is unknown.
+
+    Without a listing in the cache or from the hub these are the files that are there.
+    """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 

@@ -156,7 +156,10 @@ def module_files(paths: Iterable[str], *, allow_pickle: bool) -> set[str]:
 
 
 def adapter_files_to_download(paths: Collection[str], *, allow_pickle: bool) -> tuple[str, ...]:
-    """Return the part of an adapter's repository needed for serving."""
+    """Return the part of an adapter's repository needed for serving.
+
+    A pickled file is included only if allowed and without safetensors.
+    """
     wanted = [ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE]
     if allow_pickle and ADAPTER_WEIGHTS_FILE not in paths:
         wanted.append(ADAPTER_PICKLE_FILE)

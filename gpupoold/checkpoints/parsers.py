@@ -85,6 +85,7 @@ class ChatFormat:
 
 
 def find_tool_parser(chat: ChatFormat) -> Finding:
+    """Return the name of vLLM's parser for the tool calls of a model."""
     finding = _first(TOOL_RULES, chat)
     if finding is not None:
         return finding
@@ -98,6 +99,7 @@ def find_tool_parser(chat: ChatFormat) -> Finding:
 
 
 def find_reasoning_parser(chat: ChatFormat) -> Finding:
+    """Return the name of vLLM's parser for the reasoning of a model."""
     finding = _first(REASONING_RULES, chat) or _by_switch(chat)
     if finding is not None:
         return finding
@@ -361,6 +363,7 @@ def _blocks(file: Path, num_overlap: int) -> Iterator[bytes]:
 
 
 def _read(file: Path) -> str | None:
+    """Return the text of a template's file, None if absent, unreadable or too large."""
     try:
         return read_bounded(file, MAX_TEMPLATE_BYTES).decode()
     except (OSError, UnicodeDecodeError):
@@ -368,6 +371,7 @@ def _read(file: Path) -> str | None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    """Return a JSON object, empty if the file is absent, too large or no JSON object."""
     try:
         return read_json(file)
     except Refused:

@@ -89,6 +89,7 @@ class Shape:
 
     @property
     def hidden_size(self) -> int:
+        """Width of the residual stream."""
         return self.num_heads * HEAD_DIM
 
 

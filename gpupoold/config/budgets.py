@@ -188,11 +188,13 @@ class _HostMemory:
         return "simulated host memory" if self._machine.is_simulated else "host memory"
 
     def parts(self, model_cache: int, kv_host: int) -> Iterator[Part]:
+        """Yield all uses with these budgets, without uses of no bytes."""
         if self._engines:
             caches = (Part(MODEL_CACHE, model_cache), Part(KV_HOST, kv_host, len(self._engines)))
             yield from (part for part in (*caches, *self._fixed) if part.num_bytes)
 
     def kv_host(self) -> tuple[int, str]:
+        """Return the KV host cache of a GPU, and the arithmetic."""
         if self._wishes.kv_host_bytes is not None:
             return self._wishes.kv_host_bytes, ""
         if not self._engines:

@@ -20,7 +20,10 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A key with the parsed ``value`` and the value ``spelled`` as in a file; None: not set."""
+    """A key with the parsed ``value`` and the value ``spelled`` as in a file.
+
+    ``value`` and ``spelled`` are None for a key that is not set.
+    """
 
     key: str
     value: object

@@ -186,6 +186,7 @@ class Problem:
 
     @property
     def key(self) -> str:
+        """Dotted, as in ``device[0].memory``; empty for the file as a whole."""
         return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in self.where).lstrip(".")
 
     @property
@@ -345,6 +346,7 @@ def read_text(path: Path) -> str:
 
 
 def sections() -> dict[str, type[Section]]:
+    """Return the sections by name in the file; ``device`` is the section of each device."""
     kinds: dict[str, type[Section]] = {"device": DeviceSettings}
     for name, field in Settings.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):

@@ -191,5 +191,6 @@ class Section(BaseModel):
 
 
 def effect_of(field: FieldInfo, section: Section | type[Section]) -> Effect:
+    """Return the time at which a changed value of a field applies."""
     own = (mark for mark in field.metadata if isinstance(mark, Effect))
     return next(own, section.effect)

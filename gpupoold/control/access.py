@@ -1,4 +1,8 @@
-"""API keys and their use, and the secret shared with the fleet."""
+"""API keys and their use, and the secret shared with the fleet.
+
+The frontends are informed of each change. Imports ``accounting`` (refusals are recorded as events);
+no request.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,8 @@ SECRET_FILE = "fleet-secret"
 class Keyring:
     """All keys that are not revoked; one object per daemon, on its event loop.
 
-    Use is written every few seconds; a killed daemon loses the last. A change of a key is on disk
-    before the frontends, which are informed of each, learn of the change.
+    The use of keys is written to disk every few seconds; a killed daemon loses the last seconds. A
+    change of a key is on disk before the frontends learn of the change.
     """
 
     def __init__(
@@ -50,7 +54,10 @@ class Keyring:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """``required_because``: why every request needs a key, empty if keys are optional."""
+        """``send`` sends a message to all frontends. ``required_because`` is the reason why every
+        request needs a key, empty if keys are optional. ``clock`` and ``wall_clock`` return
+        seconds.
+        """
         self._store = ApiKeys(database)
         self._registry = Registry(database)
         self._history = history
@@ -229,7 +236,8 @@ class Keyring:
         self._unsaved[use.key_id] = use
 
     async def _resolved(self, powers: KeyPowers) -> KeyPowers:
-        """Return ``powers`` with model names in place of aliases, not of further names."""
+        """Return ``powers`` with model names in place of aliases; presets and adapters
+        keep their names."""
         if powers.models is None:
             return powers
         names = []
@@ -256,6 +264,7 @@ class Keyring:
         self._rates.set(row.id, powers.requests_per_minute, powers.tokens_per_minute, now_s)
 
     def _warn_if_locked_out(self) -> None:
+        """Record an event once when all requests are refused because no key is valid."""
         is_locked_out = self.are_required and not self.num_valid
         if is_locked_out and not self._was_locked_out:
             self._history.record_event(
@@ -285,7 +294,11 @@ class KeyLeft(NamedTuple):
 
 
 class KeyRates:
-    """The buckets of all keys with limits by id, over all frontends, on one monotonic clock."""
+    """The buckets of all keys with limits, by the keys' ids.
+
+    The daemon owns the buckets, so that a limit holds over all frontends together and survives a
+    frontend's restart. Pure: the caller gives instants of one monotonic clock.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[str, Bucket] = {}
@@ -367,12 +380,15 @@ def _set(buckets: dict[str, Bucket], key_id: str, per_minute: int | None, now_s:
 
 
 class FleetMembership:
-    """The secret of the daemon's fleet, in a file; the frontends are informed of each change."""
+    """The secret of the daemon's fleet, in a file of the state folder.
+
+    The frontends are informed of each change.
+    """
 
     def __init__(
         self, folder: Path, downloads: Path, history: History, send: Callable[[m.Message], None]
     ) -> None:
-        """``downloads`` has checkpoints for other nodes."""
+        """``downloads`` has checkpoints for other nodes; ``send`` reaches all frontends."""
         self._folder = folder
         self._downloads = downloads
         self._history = history
@@ -397,7 +413,10 @@ class FleetMembership:
 
 
 def read_secret(folder: Path) -> str:
-    """Return the secret of a daemon's fleet, empty without one; Failed if it cannot be read."""
+    """Return the secret of a daemon's fleet, empty without one.
+
+    Raises Failed: the file cannot be read, or has no secret.
+    """
     path = folder / SECRET_FILE
     try:
         text = path.read_text("utf-8").strip()

@@ -83,7 +83,10 @@ class Health:
         self._round_s = now_s
 
     def failure_reason(self, now_s: float) -> str:
-        """Return why the control plane makes no progress, hung workers aside, else nothing."""
+        """Return why the control plane makes no progress, empty without a problem.
+
+        A hung worker is no reason here: the watchdog ends hung workers.
+        """
         late_s = now_s - self._round_s
         if late_s > _ROUND_TIMEOUT_S:
             return f"workers and requests have not been checked for {late_s:.0f} s"
@@ -131,7 +134,10 @@ class ControlPlane(ControlParts):
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self, metrics_text: Callable[[], Awaitable[bytes]]) -> None:
-        """Start the workers and the frontends, which serve ``metrics_text`` as ``/metrics``."""
+        """Start the workers and the frontends, which come up in the background.
+
+        ``metrics_text`` returns the text that the frontends serve as ``/metrics``.
+        """
         of_worker, models = self.dispatcher.from_worker, self.lifecycle
         worker_up, worker_down = models.controller.worker_up, models.worker_down
         models.controller.start()
@@ -327,7 +333,10 @@ class ControlPlane(ControlParts):
                     self.history.record_event("error", "core_inconsistent", "core", reported)
 
     async def check_integrity(self) -> list[object]:
-        """Check the core's state and every worker's accounts; raise Failed if inconsistent."""
+        """Check the core's state and every worker's accounts.
+
+        Raises Failed: an inconsistency, or a worker is down.
+        """
         try:
             check_state(self.dispatcher.state)
         except AssertionError as error:
@@ -424,6 +433,7 @@ async def build_control_plane(
 def _snapshot_stores(
     settings: Settings, fd_store: FdStore
 ) -> tuple[SnapshotCache, SavedSnapshots, StoredSnapshots]:
+    """Return the snapshots in host memory, on disk, and in the service manager."""
     folder, memory, keys = settings.paths.state_dir, settings.memory, SnapshotKeys()
     stored = StoredSnapshots(fd_store, keys)
     saved = SavedSnapshots(folder / "snapshots", memory.snapshot_files_bytes, keys)

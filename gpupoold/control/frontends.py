@@ -1,7 +1,8 @@
 """The frontends: processes that accept on the daemon's one listening socket.
 
-If a frontend hangs or has died, another accepts the connections. (With one socket per frontend,
-``SO_REUSEPORT``, connections in the queue of a dead process would be lost.)
+The frontends share the socket's queue: if a frontend hangs or has died, another frontend accepts
+the connections. (With one socket per frontend, ``SO_REUSEPORT``, connections in the queue of a dead
+process would be lost.)
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ class Frontends:
         handlers: ProcessHandlers[Frontend, m.FromFrontend],
         metrics_text: Callable[[], Awaitable[bytes]],
     ) -> None:
-        """Start all processes. ``metrics_text`` returns the text for ``/metrics``."""
+        """Start all processes.
+
+        ``handlers.on_up`` sends the rules of access and mounts every model; ``metrics_text``
+        returns the text for ``/metrics``.
+        """
         of_each = FrontendHandlers(
             handlers.on_message,
             handlers.on_up,
@@ -88,7 +93,10 @@ class Frontends:
             frontend.start()
 
     async def stop(self) -> None:
-        """Stop all processes; open streams get the grace time."""
+        """Stop all processes; open streams get the grace time.
+
+        Connections are refused afterwards, unless systemd keeps the socket for the next daemon.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*(frontend.stop() for frontend in self._all))
@@ -116,8 +124,9 @@ class Frontends:
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> None:
         """Mount a model's API on every running frontend; other frontends mount the API later.
 
-        A frontend that fails where another succeeds, or does not answer in time, is replaced.
-        Raises GpupoolError if no frontend can mount the API.
+        A frontend that fails where another frontend succeeds is replaced, and so is every frontend
+        that does not answer in time. Raises GpupoolError: the reason why no frontend can mount the
+        API.
         """
         asked = [frontend for frontend in self._all if frontend.is_up]
         calls = (frontend.serve(model, loaded) for frontend in asked)
@@ -130,7 +139,8 @@ class Frontends:
         if errors and True not in outcomes:
             raise errors[0][1]
         for frontend, error in errors:
-            if not isinstance(error, NotMounted):  # else replaced already
+            # A frontend that did not answer in time is replaced already.
+            if not isinstance(error, NotMounted):
                 frontend.end(
                     f"mounting {model.name} failed, but succeeded in another frontend: {error}"
                 )
@@ -142,6 +152,7 @@ class Frontends:
         task.add_done_callback(self._tasks.discard)
 
     async def _replace(self, frontend: Frontend, pid: int | None, error: NotMounted) -> None:
+        """Replace a process; of several one after another, so that some serve meanwhile."""
         async with self._replacing:
             if frontend.pid != pid:
                 return  # has ended by itself
@@ -152,7 +163,12 @@ class Frontends:
                         await self._timing.sleep(_LOOK_S)
 
     def _ensure_open(self) -> None:
-        """Accept somewhere at least, even with models not mounted: 503 is better than no answer."""
+        """Ensure that some frontend accepts connections.
+
+        A frontend accepts when every model is mounted: before, a request would get 503 where
+        another frontend answers. Without another frontend, 503 with ``Retry-After`` is better than
+        no answer.
+        """
         if not any(frontend.accepts for frontend in self._all):
             for frontend in self._all:
                 frontend.accept()
@@ -166,8 +182,9 @@ class NotMounted(Failed):
 class FrontendHandlers(ProcessHandlers["Frontend", m.FromFrontend]):
     """Handlers of one frontend's events and questions.
 
-    ``ensure_open``, called when a frontend comes up or ends, lets some frontend accept connections.
-    ``on_stuck`` replaces a frontend that does not mount an API in time, and can mount no other.
+    ``metrics_text`` returns the text for ``/metrics``. ``ensure_open``, called when a frontend
+    comes up or ends, lets some frontend accept connections. ``on_stuck`` replaces a frontend that
+    does not mount an API in time, and can mount no other.
     """
 
     metrics_text: Callable[[], Awaitable[bytes]]
@@ -179,7 +196,8 @@ class Frontend(Supervised[m.FromFrontend]):
     """A process that serves clients; ``name`` is ``frontend-NUMBER``.
 
     A process is *up* when it handles messages, *accepts* after the order to accept, and is *ready*
-    after reporting that it accepts connections. ``loop_lag`` is in seconds.
+    after reporting that it accepts connections. ``loop_lag`` is the lag of the process's event loop
+    in seconds.
     """
 
     # A request that was accepted just before the stop is scheduled or refused.
@@ -213,7 +231,14 @@ class Frontend(Supervised[m.FromFrontend]):
             self.send(m.Accept())
 
     async def serve(self, model: m.ModelToLoad, loaded: m.LoadedModel) -> bool:
-        """Mount a model's API; False if the process ended before. Raises NotMounted in the end."""
+        """Mount a model's API; return False if the process ended before.
+
+        The next process mounts every model.
+
+        Raises:
+            NotMounted: no answer came in time; the process is replaced.
+            GpupoolError: the process's reason.
+        """
         if not self.is_up:
             return False
         call_id = self._serving.next_id()

@@ -80,7 +80,11 @@ class Migration:
 
 @dataclass(slots=True)
 class Suspect:
-    """A request suspected of a crash at ``num_tokens``, held until a trial at ``tried_since_s``."""
+    """The state of a request under suspicion of a crash.
+
+    ``num_tokens`` is the number of tokens at the latest crash. A suspect is held until a trial,
+    which began at ``tried_since_s``.
+    """
 
     num_tokens: int
     num_crashes: int = 1
@@ -99,8 +103,9 @@ class Suspect:
 class LiveRequest:
     """A request from arrival to end; the only record of the request outside the scheduling core.
 
-    ``order`` is the message that brought the request, counted under its preset's, adapter's or
-    model's ``counted_name``. ``key_id`` is empty without an API key.
+    ``order`` is the message that brought the request; ``device`` is None until a worker has the
+    request. ``counted_name`` is the name under which the request is counted: its preset's,
+    adapter's or model's. ``key_id`` is empty without an API key.
     """
 
     order: m.AddRequest
@@ -212,7 +217,10 @@ class LiveRequests:
         return self._requests[request_id]
 
     def add(self, request: LiveRequest) -> None:
-        """Add a request; raise ValueError if another live request has the same id."""
+        """Add a request.
+
+        Raises ValueError: another live request has the same id; nothing has changed.
+        """
         if request.request_id in self._requests:
             raise ValueError(f"a live request already has the id {request.request_id}")
         self._requests[request.request_id] = request
@@ -292,7 +300,10 @@ class LiveRequests:
 
 
 class Replies:
-    """Sends admissions, outputs and failures by ``send``, which takes a frontend's number."""
+    """Sends admissions, outputs and failures, each to one frontend.
+
+    ``send`` takes a frontend's number and a message; messages of ended requests are dropped.
+    """
 
     def __init__(self, live: LiveRequests, send: Callable[[int, m.Message], None]) -> None:
         self._live = live
@@ -330,6 +341,7 @@ class WaitReports:
         send: Callable[[int, m.Message], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``send`` takes a frontend's number and a message."""
         self._live = live
         self._state = state
         self._send = send
@@ -378,7 +390,10 @@ def waits_for(request: LiveRequest, state: State, *, has_hosts: bool) -> str:
 def parts_of(
     message: m.StepOutputs, frontend_of: Callable[[str], int | None]
 ) -> dict[int, m.StepOutputs]:
-    """Divide one step's outputs by frontend; of an ended request ``frontend_of`` is None."""
+    """Divide one step's outputs by frontend.
+
+    ``frontend_of`` returns a request's frontend number, None after the request's end.
+    """
     progress: dict[int, list[m.RequestProgress]] = {}
     for item in message.progress:
         number = frontend_of(item.request_id)

@@ -35,9 +35,10 @@ _DRAIN_POLL_S = 0.02
 class Reloader:
     """Reloads of the configuration, one at a time, while serving continues.
 
-    A file with any error changes nothing. Changes that a running daemon can apply
-    (:class:`gpupoold.config.values.Effect`) take effect at once; others wait for a restart. Keys
-    without a handler here are read at each use.
+    A file with any error changes nothing. Changes that a running daemon can apply take effect at
+    once; other changes are listed and wait for a restart. No model and no process restarts. The
+    effect is declared beside each key (:class:`gpupoold.config.values.Effect`); keys without a
+    handler here are read at each use.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Reloader:
         self._task: asyncio.Task[None] | None = None
 
     async def reload(self) -> ReloadInfo:
-        """Read the file and apply the changes; after any error nothing has changed.
+        """Read the file and apply the changes.
 
         Raises:
             ConfigError: the file has an error; nothing has changed.
@@ -91,7 +92,10 @@ class Reloader:
         )
 
     def begin(self, around: Callable[[], AbstractContextManager[None]]) -> None:
-        """Reload inside of ``around()``, again after a signal meanwhile; errors are logged."""
+        """Reload after a signal, inside of ``around()``; errors are logged.
+
+        A signal during a reload starts another reload: the file may have changed meanwhile.
+        """
         self._is_asked = True
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._reload_while_asked(around), name="reload")
@@ -103,6 +107,8 @@ class Reloader:
                 await self.reload()
 
     def _apply(self, before: Settings, keys: list[str]) -> None:
+        """Let the parts that do not read the changed ``keys`` at each use follow the changes."""
+
         def has(*beginnings: str) -> bool:
             return any(key.startswith(beginnings) for key in keys)
 
@@ -143,7 +149,7 @@ class Configuration:
     """The configuration of a running daemon, and comparisons with files; one per daemon.
 
     ``path`` is the path of the file read last, None without a file. Budgets that the file leaves
-    out are worked out from the ``machine`` at the start, and again at each reload.
+    out are worked out from the machine at the start, and again at each reload.
     """
 
     def __init__(
@@ -152,9 +158,11 @@ class Configuration:
         named: Path | None = None,
         machine: Callable[[Settings], Machine] = find_machine,
     ) -> None:
-        """``named`` is the path on the command line, None for :func:`config.schema.chosen_path`.
+        """Start with ``file``; ``named`` is the path on the command line.
 
-        Raises SettingError: the machine has too little memory for the file's budgets.
+        ``named`` None means the file of :func:`gpupoold.config.schema.chosen_path`. ``machine``
+        returns the facts about the machine. Raises SettingError: the machine has too little memory
+        for the file's budgets.
         """
         self._named = named
         self._machine = machine
@@ -174,7 +182,9 @@ class Configuration:
         return self._reasons.get(MODEL_CACHE, "")
 
     async def diff(self, text: str | None = None, name: str = "") -> DiffInfo:
-        """Return the changes that ``text`` called ``name``, or the daemon's file, would make."""
+        """Return the changes that a file would make: ``text`` called ``name``, or the daemon's
+        file.
+        """
         file = await self.read() if text is None else parsed_file(text, Path(name))
         update = await self.update_of(file)
         path = None if file.path is None else str(file.path)
@@ -220,7 +230,7 @@ class WorkerOperations:
         self._dispatcher.set_role(self.worker(number).number, role)
 
     async def drain(self, number: int) -> None:
-        """Return when a worker has no requests left; after TimedOut the drain continues.
+        """Drain a worker: return when no requests are left; ``undrain`` ends the state.
 
         Raises:
             UsageError: there is no such worker.

@@ -43,6 +43,7 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(rows: Sequence[RunRow], titles: Mapping[str, str], path: Path) -> None:
+    """Draw a panel per preset, with ``titles`` by preset, and write the file."""
     import matplotlib
     from matplotlib.figure import Figure
 

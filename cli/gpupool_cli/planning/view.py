@@ -169,7 +169,10 @@ class _Writer:
         return math.floor(100 * share * scale + 1e-6) / scale
 
     def attained(self, attained: Attained, after: str = "") -> str:
-        """Return a share and the range of several runs, or the reason why no run was possible."""
+        """Return a share and the range of several runs, or the reason why no run was possible.
+
+        ``after`` is inserted between share and range.
+        """
         if attained.refused:
             return attained.refused
         bounds = [bound(attained.by_run, default=None) for bound in (min, max)]

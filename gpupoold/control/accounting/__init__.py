@@ -1,1 +1,4 @@
-"""Counts of requests, tokens, turns and minutes; imports the record of a live request alone."""
+"""Counts of requests, tokens, turns and minutes.
+
+Imports the record of a live request; no dispatcher, model or process.
+"""

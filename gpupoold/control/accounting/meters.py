@@ -1,4 +1,7 @@
-"""Counters of ``/metrics``, turns, and the use of the GPUs by model, API key and device."""
+"""Counters of ``/metrics``, turns, and the use of the GPUs by model, API key and device.
+
+Other modules have further counters, which ``gpupoold.metrics`` reads too.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,11 @@ class ModelMeter:
 
 @dataclass(slots=True)
 class DeviceMeter:
-    """A device's counters; each change of the present model counts as a switch."""
+    """A device's counters.
+
+    ``turns`` and ``turn_seconds`` are by model; a turn begins when its model can run. Each change
+    of the present model counts as one switch, without transfers if all bytes were on the device.
+    """
 
     turns: Counter[str] = field(default_factory=Counter)
     turn_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -230,8 +237,10 @@ class UsageMeter:
     The time between two outputs of a device belongs to the requests of the second output. Of the
     time beyond a decode step, each request gets a share in proportion to its prompt, if the output
     has the request's first token; the rest is divided equally. So the seconds of all requests add
-    up to the seconds of all steps. The energy of a minute is divided by its seconds; the energy of
-    switches and of idle time belongs to no request.
+    up to the seconds of all steps. The energy of a minute is divided by the seconds in the minute;
+    the energy of switches and of idle time belongs to no request.
+
+    ``now`` returns wall-clock seconds.
     """
 
     def __init__(self, history: History, now: Callable[[], float] = time.time) -> None:
@@ -261,11 +270,11 @@ class UsageMeter:
         at_s: float,
         decode_s: float,
     ) -> None:
-        """Divide the time of a device's output at ``at_s`` among ``requests``, before it is
-        counted.
+        """Divide the time of a device's output at ``at_s`` among ``requests``.
 
         The device computed since ``since_s`` or its previous output, the later of the two, but not
-        before a request arrived. ``decode_s``: the time of a decode step with these requests.
+        before a request arrived. ``decode_s``: the time of a decode step with these requests. To be
+        called before the tokens are counted.
         """
         if not requests:
             return
@@ -460,6 +469,7 @@ class TurnLog:
 
 
 def _together(first: m.SwitchRecord, second: m.SwitchRecord) -> m.SwitchRecord:
+    """Merge two switches to the same model before the same turn."""
     times = (f"{stage}_s" for stage in ("total", *SWITCH_STAGES))
     sizes = ("weight_bytes", "kv_in_bytes", "kv_out_bytes")
     added = {name: getattr(first, name) + getattr(second, name) for name in (*times, *sizes)}

@@ -32,7 +32,10 @@ MINUTE_S = 60
 
 @dataclass(slots=True)
 class Counts(TimedCounts):
-    """Sums; ``first_token`` divides that of ``ttft`` by stage, ``between_tokens`` of ``tbt``."""
+    """Counts with lateness and latencies, which can be added.
+
+    ``first_token`` divides the sum of ``ttft`` by stage, ``between_tokens`` the sum of ``tbt``.
+    """
 
     ttft: Histogram = field(default_factory=Histogram)
     tbt: Histogram = field(default_factory=Histogram)
@@ -77,7 +80,10 @@ _counts_of = attrgetter(*COUNT_NAMES)
 
 
 class ModelStats:
-    """One model's counts since the daemon's start, by minute; ``now`` is the present minute."""
+    """One model's counts since the daemon started, by the minute for the last hour.
+
+    ``now`` has the counts of the present minute, to which all counts are added.
+    """
 
     def __init__(self) -> None:
         self.now = Counts()
@@ -87,7 +93,8 @@ class ModelStats:
         self._closed = Counts()  # of all closed minutes since the start
         self._hour = Counts()  # of the minutes in _minutes
         self._minutes: deque[Counts | None] = deque([None] * (NUM_MINUTES - 1))
-        self._attainments: list[float | None] | None = None  # of _minutes, after the first use
+        # The attainments of _minutes, cached after the first use.
+        self._attainments: list[float | None] | None = None
         # Percentiles of the last hour, and the number of tokens up to which the values are valid.
         self._percentiles = Percentiles()
         self._percentiles_hold_to = 0.0
@@ -102,7 +109,10 @@ class ModelStats:
         *,
         has_result: bool = False,
     ) -> float:
-        """Count tokens or a pooling result sent at ``at_s``; return the answer's new lateness."""
+        """Count tokens of ``request`` sent at ``at_s``, and add the tokens to the request.
+
+        A pooling result counts as a token. Returns the seconds of lateness that the answer gained.
+        """
         num_tokens = len(token_ids) + has_result
         if not num_tokens:
             return 0.0
@@ -135,7 +145,10 @@ class ModelStats:
         self._seconds.append((now_s, *self._tokens()))
 
     def minute_over(self, num_minutes: int = 1) -> Counts:
-        """Return the present minute's counts; of ``num_minutes`` all but one passed asleep."""
+        """Return the counts of the present minute, and begin the next minute.
+
+        ``num_minutes`` is greater than 1 if the daemon was asleep for some minutes.
+        """
         over, self.now = self.now, Counts()
         self._closed.merge(over)
         self.remember([None if over.is_empty else over])
@@ -192,7 +205,11 @@ class ModelStats:
         return (all_in_time - in_time) / (all_tokens - tokens) if all_tokens > tokens else None
 
     def attainment_minutes(self) -> list[float | None]:
-        """Return each minute's attainment, with four digits to be short, the present last."""
+        """Return the attainment of each minute of the last hour, the present minute last.
+
+        Values have four digits, because sixty values for each of a hundred models are most of the
+        data for ``gpupool top``.
+        """
         if self._attainments is None:
             self._attainments = [*map(_short, self._minutes)]
         return [*self._attainments, _short(self.now)]
@@ -295,7 +312,10 @@ class Minutes:
 
 
 def minutes_of(rows: list[MinuteRow]) -> dict[str, dict[int, Counts]]:
-    """Return rows of the history by model and start of the minute; ValueError for a bad row."""
+    """Return rows of the history by model and start of the minute.
+
+    Raises ValueError: a row is malformed.
+    """
     found: dict[str, dict[int, Counts]] = {}
     for row in rows:
         found.setdefault(row.model, {}).setdefault(row.minute_at, Counts()).merge(counts_of(row))

@@ -1,1 +1,4 @@
-"""Bookkeeping of models and hosts; imports ``processes`` and ``weights``, no request or worker."""
+"""The states of models and of their hosts, and the answer to "can this model serve, and where?".
+
+Pure bookkeeping. Imports ``processes`` and ``weights``; no request, worker or frontend.
+"""

@@ -47,11 +47,11 @@ _STATES = {
 class Availability:
     """The ability of a model to serve, and the devices.
 
-    ``devices`` have the model, also before the API is mounted, and ``num_draining`` of these drain.
-    The last engine of a model that ``is_evicted`` made place for another engine; a request loads
-    the model again. ``reason`` says why the model has failed or is in quarantine, until
-    ``retry_at_s`` on the monotonic clock. ``waits_for`` names what is missing for the next step, if
-    anything.
+    ``devices`` are the numbers of the workers that have the model, also before the API is mounted;
+    ``num_draining`` of these devices are draining. The last engine of a model that ``is_evicted``
+    made place for another engine; a request loads the model again. ``reason`` says why the model
+    has failed or is in quarantine, and ``retry_at_s`` is the time of the next try on the monotonic
+    clock. ``waits_for`` names what is missing for the next step, if anything.
     """
 
     phase: ModelPhase
@@ -111,6 +111,7 @@ class Fleet:
         without_snapshots: Iterable[int] = (),
         degrees: Sequence[int] = (),
     ) -> None:
+        """See :class:`DeviceSnapshots` for the arguments."""
         self.hosts = Hosts()
         self.snapshots = DeviceSnapshots(cache, self.hosts, without_snapshots, degrees)
         self.breakers = CircuitBreakers()
@@ -178,7 +179,10 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def alone(self, model: str, *, beside_steps: bool = False) -> AsyncIterator[None]:
-        """Change a model for a user, after steps and additions unless ``beside_steps``."""
+        """Change a model for a user: one change at a time, and no step meanwhile.
+
+        Steps and additions under way end before, unless the change may be made ``beside_steps``.
+        """
         async with self._locks[model]:
             while (work := self._work[model]) and not beside_steps:
                 await asyncio.wait(work)
@@ -226,9 +230,10 @@ class Fleet:
     # Additions and removals.
 
     def propose(self, names: Sequence[str]) -> Proposal:
-        """Reserve the names of a model that a client asks to add, until :meth:`drop_proposal`.
+        """Reserve the name and the aliases of a model that a client asks to add.
 
-        Raises Refused: one of the names is reserved already.
+        ``drop_proposal`` releases the names unless the model has been registered. Raises Refused:
+        one of the names is reserved already.
         """
         for record in self._records.values():
             for name in set(names).intersection(record.names):
@@ -293,7 +298,11 @@ class Fleet:
         self._follow_facts(record)
 
     def unhost(self, model: str, number: int, *, is_evicted: bool = False) -> None:
-        """Remove a device of the model, which stays open if the last engine ``is_evicted``."""
+        """Remove a device of the model.
+
+        If the last engine ``is_evicted`` to make place for another engine, the model stays open,
+        and a request loads the model again.
+        """
         record = self._of(model)
         if number in record.devices:
             record.devices.remove(number)
@@ -338,7 +347,10 @@ class Fleet:
     # Mounts.
 
     def opened(self, model: str) -> None:
-        """Record that a loaded model's API is mounted, unless in quarantine: failures are over."""
+        """Record that the API of a loaded model is mounted: earlier failures are over.
+
+        Has no effect if the model has been quarantined or removed meanwhile.
+        """
         record = self._of(model)
         if self.breakers.reason(model) is not None:
             return
@@ -356,7 +368,10 @@ class Fleet:
     # Failures and drains.
 
     def fail(self, model: str, reason: str) -> None:
-        """Record why no device could, or may, load the model; no effect on an unknown model."""
+        """Record that no device could load the model, or with an open breaker may load the model.
+
+        Has no effect on a model that is not registered.
+        """
         record = self._of(model)
         if record.life.phase in _UNKNOWN:
             return
@@ -405,6 +420,7 @@ class Fleet:
 
     @staticmethod
     def _follow_facts(record: _Record) -> None:
+        """Move between LOADING and READY, which needs a device and a mounted API."""
         if record.is_open and record.life.phase is ModelPhase.LOADING:
             record.life.move(ModelEvent.OPEN)
         elif not record.is_open and record.life.phase is ModelPhase.READY:

@@ -125,7 +125,11 @@ class Life(Generic[P, E]):
         self._last: deque[tuple[P, E]] = deque(maxlen=_NUM_REMEMBERED)
 
     def move(self, event: E) -> None:
-        """Change the phase, or raise IllegalTransition with the latest transitions."""
+        """Change the phase.
+
+        Raises IllegalTransition: the table has no such transition. The message has the subject, the
+        phase, the event and the latest transitions.
+        """
         after = self._table.get((self.phase, event))
         if after is None:
             before = "".join(f"{phase.name} -{past.name}-> " for phase, past in self._last)
@@ -144,12 +148,12 @@ _WITH_ENGINE = (HostPhase.LOADED, HostPhase.ATTACHED, HostPhase.UNLOADING)
 class Host(Life[HostPhase, HostEvent]):
     """A model on one worker; ``layout_digest`` is the digest of the loaded layout.
 
-    ``memory`` is the engine's outside the pages, ``load`` the time of its load, ``graphs`` its
-    sizes of batches with CUDA graphs, ``resident_bytes``
-    the weights that were on the device before, ``since_s`` the end of the load, ``family`` what a
-    model that takes the engine over must have in common (empty if none can, because of
-    ``why_unshared``), ``why`` the reason for the engine on this worker, ``options`` the engine's
-    options, None while it is being replaced, or if nobody has waited for the end.
+    ``memory`` is the memory of the model's engine outside the pages, ``load`` the time of its load,
+    ``graphs`` the sizes of batches with CUDA graphs, ``resident_bytes`` the weights that were on
+    the device before, ``since_s`` the end of the load, ``family`` what a model that takes the
+    engine over must have in common (empty if none can, because of ``why_unshared``), ``why`` the
+    reason for the engine on this worker, and ``options`` are the engine's options, None while the
+    engine is being replaced, or if nobody has waited for the end.
     """
 
     def __init__(self, model: str, number: int) -> None:
@@ -178,7 +182,7 @@ class Host(Life[HostPhase, HostEvent]):
     def loaded(
         self, layout_digest: str, memory: EngineMemory = NOTHING, *, has_snapshot: bool
     ) -> None:
-        """Record the end of a load, perhaps of an engine in place of the loaded engine."""
+        """Record the end of a load; the engine may have replaced an earlier engine."""
         if self.phase is HostPhase.LOADING:
             self.move(HostEvent.LOADED)
         if self.phase is HostPhase.LOADED and has_snapshot:
@@ -294,7 +298,9 @@ class DeviceSnapshots:
         without_snapshots: Iterable[int] = (),
         degrees: Sequence[int] = (),
     ) -> None:
-        """``without_snapshots`` are simulated devices, ``degrees`` GPUs by device, by default 1."""
+        """``without_snapshots`` are the numbers of the simulated devices, ``degrees`` the numbers
+        of GPUs by device; further devices have one.
+        """
         self._cache = cache
         self._hosts = hosts
         self._without_snapshots = frozenset(without_snapshots)
@@ -346,8 +352,8 @@ class DeviceSnapshots:
     def slots(self, model: str, engines_of: Engines) -> dict[int, list[str]]:
         """Return the models whose engines a model can take over, by device.
 
-        These are of its family, or before its first load since the daemon's start of its snapshot's
-        layout. A model has no slots where it has an engine.
+        These models are of its family or, before its first load since the daemon's start, of the
+        layout of its snapshot. A model has no slots where it has an engine.
         """
         family = self._hosts.families.get(model)
         if family == "":
@@ -441,7 +447,10 @@ class CircuitBreakers:
         self._known(model).convicted.clear()
 
     def open(self, model: str, reason: str, now_s: float, *, is_blocking: bool = True) -> str:
-        """Open the breaker, for longer each time; new workers may load unless ``is_blocking``."""
+        """Open the breaker for a time that grows with each call; return the reason.
+
+        If not ``is_blocking``, new workers may load the model nevertheless.
+        """
         breaker = self._of(model, now_s)
         breaker.wait_s = min(max(FIRST_WAIT_S, 2 * breaker.wait_s), MAX_WAIT_S)
         breaker.state, breaker.reason, breaker.is_blocking = _State.OPEN, reason, is_blocking
@@ -490,7 +499,11 @@ class CircuitBreakers:
         return self._breakers.get(model) or _Breaker()
 
     def _of(self, model: str, now_s: float) -> _Breaker:
-        """Return the model's breaker, whose wait starts again after a long time without a crash."""
+        """Return the model's breaker.
+
+        The wait starts again from the minimum after a time without a crash as long as the last
+        wait, and at least the window.
+        """
         breaker = self._breakers.setdefault(model, _Breaker())
         quiet_s = max(WINDOW_S, breaker.wait_s)
         if breaker.state is _State.CLOSED and now_s - breaker.closed_at_s > quiet_s:

@@ -1,1 +1,4 @@
-"""Models from registration to removal; may import every other room except ``views``."""
+"""Models from registration to removal: intake, loading, quarantine, unloading.
+
+May import every other room except ``views``.
+"""

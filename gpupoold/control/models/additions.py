@@ -158,7 +158,10 @@ class Additions(ModelPart):
         return await self.find(spec.name)
 
     async def _verify(self, name: str) -> None:
-        """Raise Failed if answers amid switches and migrations differ from undisturbed ones."""
+        """Compare the model's answers amid switches and migrations with undisturbed ones.
+
+        Raises Failed: an answer differs.
+        """
         number = min(self._fleet.hosts.engines()[name])
         worker = self._supervisor.workers[number]
         result = cast("dict[str, str]", await self._supervisor.call(worker, "verify", model=name))
@@ -218,7 +221,10 @@ class OngoingAdditions:
     async def detached(
         self, name: str, steps: AsyncIterator[Progress]
     ) -> AsyncGenerator[Progress, None]:
-        """Yield the steps of the checks, then ``detached``; a later failure is an event."""
+        """Yield the steps up to the end of the checks; the rest goes on without a reader.
+
+        The last step has the stage ``detached``. A later failure is an event.
+        """
         followed = self.followed(name, steps)
         was_checked = False
         async for step in followed:
@@ -249,7 +255,10 @@ class OngoingAdditions:
 
 
 class Intake(ModelPart):
-    """A request up to the spec and the weights' bytes, known after ``steps``; changes no state."""
+    """A request to add a model, up to the spec of the model to load. Changes no state.
+
+    ``spec`` and ``weight_bytes`` are available after ``steps`` has been exhausted.
+    """
 
     def __init__(
         self,
@@ -275,10 +284,9 @@ class Intake(ModelPart):
     async def steps(self) -> AsyncIterator[Progress]:
         """Resolve the source, check the checkpoint, and download the checkpoint if needed.
 
-        Small files, file sizes and headers of the weights are checked before weights are
-        downloaded; ``check_only`` ends there.
-
-        Raises GpupoolError: the reason of the failing step.
+        Everything is checked that the small files, the file sizes and the headers of the weights
+        show, before the weights are downloaded. ``check_only`` ends there. Raises GpupoolError: the
+        reason of the failing step.
         """
         request = self._request
         self._engine = check_options(request.engine)
@@ -317,6 +325,7 @@ class Intake(ModelPart):
     async def _checked(
         self, path: Path, source: str, *, may_be_remote: bool = False
     ) -> AsyncIterator[Progress]:
+        """Check the checkpoint in folder ``path``, whose weights may be on the hub still."""
         yield Progress(stage="check")
         self._survey = await self._inspector.survey(
             path, self._request.dtype, self._engine, may_be_remote=may_be_remote
@@ -334,6 +343,7 @@ class Intake(ModelPart):
         self.spec = spec
 
     async def _check_sizes(self, info: CheckpointInfo, spec: ModelSpec) -> None:
+        """Check that the model fits on a device, and its snapshot in host memory."""
         dtype, weight_bytes = self._request.dtype, self.weight_bytes
         least_kv_bytes = int(weight_bytes * _MIN_KV_SHARE)
         try:
@@ -362,6 +372,10 @@ class Intake(ModelPart):
         return max(sizes)
 
     def _check_host_memory(self, weight_bytes: int) -> None:
+        """Check that a snapshot fits in the model cache, and in the memory that is free now.
+
+        Devices of another degree rest if there is no room for a snapshot of each degree.
+        """
         name = self._request.name
         of = SnapshotId(name)  # whichever degree comes first; other devices may rest
         if self._settings.simulated_host.memory_bytes is not None:
@@ -446,6 +460,7 @@ async def fetched(
 async def _until_done(
     task: asyncio.Task[Path], progress: asyncio.Queue[Progress]
 ) -> AsyncIterator[Progress]:
+    """Yield ``progress`` until the task ends; cancel the task if the reader leaves."""
     try:
         while not task.done() or not progress.empty():
             waiter = asyncio.ensure_future(progress.get())

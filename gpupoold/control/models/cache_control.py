@@ -65,6 +65,7 @@ class CacheControl(ModelPart):
         )
 
     def _engines(self, models: Sequence[str]) -> list[BoundEngine]:
+        """Return all engines by device and model, with the models that can take each over."""
         engines_of = self._fleet.hosts.engines()
         siblings = defaultdict[tuple[int, str], list[str]](list)
         for model in models:
@@ -105,7 +106,7 @@ class CacheControl(ModelPart):
         return self._view(row, saved_bytes)
 
     async def drop(self, name: str) -> CachedModel:
-        """Drop a model's idle snapshot from host memory; a saved snapshot stays on disk.
+        """Drop a model's snapshot from host memory; a saved snapshot stays on disk.
 
         Raises:
             NoSuchModel: the model is not registered.
@@ -188,7 +189,10 @@ class CacheControl(ModelPart):
         self._saved.shrink(self._cache.last_use_of)
 
     async def check_budget(self, num_bytes: int) -> None:
-        """Raise Refused if the pinned snapshots do not fit into a model cache of ``num_bytes``."""
+        """Check that all pinned snapshots fit into a model cache of ``num_bytes``.
+
+        Raises Refused: the pinned snapshots do not fit.
+        """
         pinned = await self._pinned(await self._saved.sizes())
         pinned_bytes = sum(pinned.values())
         if pinned_bytes > num_bytes:
@@ -230,7 +234,10 @@ class CacheControl(ModelPart):
         )
 
     def _snapshots(self, model: str, saved_bytes: dict[SnapshotId, int]) -> list[SnapshotId]:
-        """Return the snapshots that the model's devices need, and others in host memory."""
+        """Return the snapshots that the model's devices need, and others in host memory.
+
+        A model on no device has the saved snapshots, or one for a single GPU.
+        """
         present = {*self._fleet.needed_snapshots(model), *self._cache.of_model(model)}
         saved = (of for of in saved_bytes if of.model == model)
         return sorted(present) or sorted(saved) or [SnapshotId(model)]

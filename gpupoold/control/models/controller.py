@@ -161,10 +161,10 @@ class ModelController(ModelPart):
         self._fleet.wake(*self._order)
 
     async def add(self, name: str, expected_bytes: int) -> None:
-        """Return when a model, being added until :meth:`end_addition`, is open on a device.
+        """Return when a model that a client adds is open on a first device.
 
-        Raises GpupoolError: no device could load the model, or no frontend mount the API; the
-        caller removes the model.
+        The model counts as being added until :meth:`end_addition`. Raises GpupoolError: no device
+        could load the model, or no frontend mount the API; the caller removes the model.
         """
         lane = self._lanes[name]
         lane.is_added, lane.expected_bytes = True, expected_bytes
@@ -185,7 +185,10 @@ class ModelController(ModelPart):
         await self._wait(name, self._lanes[name].warm)
 
     async def settle(self, name: str) -> list[GpupoolError]:
-        """Return the failures when no step is left, also of workers in their first start."""
+        """Return when no step of the model is under way or due; return the failures meanwhile.
+
+        Workers that start for the first time are waited for.
+        """
         supervisor = self._supervisor
         starting = [supervisor.wait_ready(supervisor.workers[n]) for n in self._starting()]
         with contextlib.suppress(TimeoutError):
@@ -208,9 +211,10 @@ class ModelController(ModelPart):
         await self._wait(name, self._lanes[name].removed)
 
     async def replace(self, name: str, engine: dict[str, str]) -> None:
-        """Return when all engines have the options; the caller registers the options then.
+        """Return when all engines of a model have the options ``engine``.
 
-        Raises GpupoolError: an engine was not replaced; the next try follows.
+        The caller changes the model for a user, and then registers the options. Raises
+        GpupoolError: an engine was not replaced; the next try follows.
         """
         lane = self._lanes[name]
         kept = [wait for wait in lane.waits.items() if not wait[0].startswith(StepKind.REPLACE)]
@@ -261,6 +265,7 @@ class ModelController(ModelPart):
         self._wake_waiting()
 
     def _wake_waiting(self) -> None:
+        """Decide anew on the models that somebody waits for, since memory may have become free."""
         waiting = [
             name
             for name, lane in self._lanes.items()
@@ -271,6 +276,7 @@ class ModelController(ModelPart):
             self._fleet.wake(*waiting)
 
     async def _follow_memory(self) -> None:
+        """Wake the waiting models when memory of the host may have become free."""
         while True:
             await self._snapshots.host_budget.change.wait()
             self._wake_waiting()
@@ -299,6 +305,7 @@ class ModelController(ModelPart):
                 _logger.exception("no steps are begun now")
 
     def _decide(self, rows: Sequence[ModelRow], woken: set[str]) -> None:
+        """Begin the due steps of the models ``woken``, in the order of the start."""
         self._counted = None
         now_s, known = time.monotonic(), {str(row.spec.name): row for row in rows}
         for name in woken - known.keys():
@@ -345,6 +352,7 @@ class ModelController(ModelPart):
         self._fleet.set_wait(name, cause)
 
     def _answer(self, name: str, lane: _Lane, decision: Decision) -> None:
+        """Let requests and clients go on that need wait no longer."""
         is_open, now = self._fleet.is_open(name), self._fleet.availability(name)
         if is_open and ModelStep(StepKind.OPEN) not in lane.steps:
             _resolve(lane.added)
@@ -414,6 +422,7 @@ class ModelController(ModelPart):
         return desired(model, state.devices, devices, self._starting(), claimed)
 
     def _answer_claims(self, woken: Collection[str]) -> None:
+        """Let loads go on whose claims were decided: the engine has left, or does not leave."""
         for number, claim in self._room.claims.items():
             step = ModelStep(StepKind.EVICT, number, is_alone=True)
             if claim.holder in woken and step not in self._lanes[claim.holder].steps:
@@ -480,6 +489,7 @@ class ModelController(ModelPart):
     async def _failed(
         self, row: ModelRow, lane: _Lane, step: ModelStep, error: GpupoolError
     ) -> None:
+        """Record a failed step as its verdict says."""
         name, now_s = row.spec.name, time.monotonic()
         state = self._state(row, lane, now_s)
         is_full = isinstance(error, CacheFull | EnginesFull)
@@ -525,6 +535,7 @@ class ModelController(ModelPart):
             await self._failures.not_loaded(name, error)
 
     def _end_of_wait(self, row: ModelRow, lane: _Lane, step: ModelStep) -> GpupoolError:
+        """Return why a model has waited in vain."""
         if step.cause is Cause.MEMORY:
             size = max(row.weight_bytes, lane.expected_bytes)
             waited_s = 0.0 if lane.is_added else self._settings.limits.load_timeout_s
@@ -535,6 +546,7 @@ class ModelController(ModelPart):
             return error
 
     def _raise(self, lane: _Lane, error: GpupoolError, step: ModelStep | None = None) -> None:
+        """Tell the clients that wait of a failure, perhaps of a step."""
         lane.note(error)
         own = {StepKind.REPLACE: (lane.replaced,), StepKind.REMOVE: (lane.removed,)}
         for waiters in lane.clients if step is None else own.get(step.kind, lane.clients):
@@ -551,6 +563,7 @@ class ModelController(ModelPart):
             self._new.discard(number)
 
     def _starting(self) -> list[int]:
+        """Return the workers that start for the first time."""
         return [worker.number for worker in self._supervisor.up if worker.state == "starting"]
 
     def _forget(self, name: str) -> None:

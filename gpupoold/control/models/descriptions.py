@@ -26,7 +26,10 @@ _OF_STEPS = ("dtype", "max_model_len", "engine")
 def model_info(
     row: ModelRow, state: ModelState | None = None, loaded: LoadedModel | None = None
 ) -> ModelInfo:
-    """Return a row as a body of the admin API; ``loaded`` are facts of engines, if any."""
+    """Return a registry row as a body of the admin API; ``state`` replaces the stored state.
+
+    ``loaded`` has the facts of the engines, None before the first load.
+    """
     spec = row.spec
     described = vars(spec) | {"max_model_len": row.loaded_max_model_len or spec.max_model_len}
     targets = asdict(described.pop("targets"))
@@ -71,7 +74,10 @@ def is_profiled(row: ModelRow, ready: WorkerReady) -> bool:
 def profiles_of_sibling(
     row: ModelRow, others: Iterable[ModelRow], ready: WorkerReady
 ) -> list[ProfileRow]:
-    """Return the profiles of a fine-tune of the same model on such a device, if any."""
+    """Return the profiles of a model with equal steps on such a device, none if there is none.
+
+    Fine-tunes of one model have the same kernels and shapes.
+    """
     for other in others:
         if is_profiled(other, ready) and have_equal_steps(row.spec, other.spec):
             rows = [profile for profile in other.profiles if profile.device == ready.device_name]
@@ -80,7 +86,10 @@ def profiles_of_sibling(
 
 
 def have_equal_steps(one: ModelSpec, other: ModelSpec) -> bool:
-    """Return whether two models are fine-tunes with equal settings and equal dimensions."""
+    """Return whether two models are fine-tunes of one model with equal settings.
+
+    Reads ``config.json`` of both, which are equal except for names and token ids.
+    """
     if any(getattr(one, name) != getattr(other, name) for name in _OF_STEPS):
         return False
     try:
@@ -96,7 +105,10 @@ def profile_rows(
     ready: WorkerReady,
     measured_at: float,
 ) -> list[ProfileRow]:
-    """Return the rows for a profiling run at the wall-clock time: one per fit, one for switches."""
+    """Return the registry's rows for a profiling run: one per fit, and one for switches.
+
+    ``measured_at`` is in wall-clock seconds.
+    """
     switch = ProfileRow(
         device=ready.device_name,
         phase=ProfilePhase.SWITCH,
@@ -114,7 +126,10 @@ def profile_rows(
 
 
 def latency_on(profiles: Sequence[ProfileRow], device: str | None = None) -> StoredLatency | None:
-    """Return the latency on a kind of device, by default the last measured; None if unknown."""
+    """Return the stored latency of a model on a kind of device, None if not measured.
+
+    The default is the device measured last.
+    """
     if device is None and profiles:
         device = profiles[-1].device
     by_phase = {profile.phase: profile for profile in profiles if profile.device == device}
@@ -144,7 +159,7 @@ def latency_model_of(row: ModelRow, device: str | None = None) -> LatencyModel |
     """Return the latency model of a registered model on a kind of device, None while unknown.
 
     ``device`` is a worker's ``ready.device_name``, by default the device measured last. Raises
-    LatencyError if the stored profile has an unknown form.
+    LatencyError: the stored profile has an unknown form.
     """
     stored = latency_on(row.profiles, device)
     return None if stored is None else stored.model()

@@ -126,6 +126,7 @@ class EngineRoom(ModelPart):
         )
 
     def _is_starving(self, name: str, now_s: float) -> bool:
+        """Return whether a model with requests has waited longest, and long, for an engine."""
         if self._fleet.availability(name).devices or not self._urgent(name):
             self._waits.end(name)
             return False
@@ -149,7 +150,10 @@ class EngineRoom(ModelPart):
         """Return when idle engines have made place; the caller holds the worker's load lock.
 
         With ``beside_itself`` the model's present engine stays until the other has been loaded.
-        Raises EnginesFull if the other engines may not leave.
+
+        Raises:
+            EnginesFull: the other engines may not leave.
+            NoSuchModel: the model has been removed.
         """
         row = await self._registry.get(name)
         if row is None:
@@ -164,7 +168,10 @@ class EngineRoom(ModelPart):
         await self._claim(model, worker, reason)
 
     async def settle(self, name: str, worker: Worker, reason: HostingReason) -> None:
-        """Let engines make place for a loaded one larger than expected, or EnginesFull."""
+        """Let other engines make place if a loaded engine is larger than expected.
+
+        Raises EnginesFull: the other engines may not leave; the caller unloads the engine.
+        """
         memory = self._fleet.hosts.of(name, worker.number).memory
         model = HostingModel(name, need_bytes={worker.number: memory.device_bytes})
         await self._claim(model, worker, reason)
@@ -180,7 +187,7 @@ class EngineRoom(ModelPart):
         return not is_asked and name in self._fleet.hosts.engines_on(number)
 
     def why_none(self, row: ModelRow) -> GpupoolError:
-        """Return why no device can load the model, with the arithmetic of memory.
+        """Return why no device can load the model: memory, with the arithmetic, or service.
 
         Raises Refused: no device can divide the model.
         """
@@ -221,6 +228,7 @@ class EngineRoom(ModelPart):
     def _engine(
         self, name: str, number: int, engines: Mapping[str, Host], known: DeviceState | None
     ) -> HostedEngine:
+        """Return an engine; ``known`` is a device with requests of the model."""
         num_bytes, freed_bytes = engines[name].memory.device_bytes, None
         if self._fleet.hosts.first_on(number) == name:  # charged with libraries and kernels too
             usual_bytes = self._fleet.hosts.usual_bytes(number, besides=name)
@@ -260,7 +268,10 @@ class EngineRoom(ModelPart):
         return "" if snapshot is None else snapshot.digest
 
     async def _layout_of_sibling(self, row: ModelRow, worker: Worker) -> str:
-        """Return the layout of a fine-tune's engine on the worker, which compares at the load."""
+        """Return the layout of a fine-tune of the same model with an engine on the worker.
+
+        The worker compares layouts when it has read the model.
+        """
         engines = self._fleet.hosts.engines_on(worker.number)
         for other in await self._registry.list():
             if (engine := engines.get(other.spec.name)) is None or other.spec.name == row.spec.name:
@@ -270,10 +281,12 @@ class EngineRoom(ModelPart):
         return ""
 
     def _is_only(self, name: str, number: int) -> bool:
+        """Return whether no other device takes new requests of a model."""
         others = [device for device in self._fleet.availability(name).devices if device != number]
         return all(self._fleet.is_device_draining(other) for other in others)
 
     def _home(self, name: str) -> int | None:
+        """Return the device that the policy plans for a model's requests."""
         model = self._dispatcher.state.models.get(name)
         return None if model is None or model.home is None else model.home.device
 

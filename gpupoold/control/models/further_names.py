@@ -53,7 +53,7 @@ class Presets(ModelPart):
         self._inspector = inspector
 
     async def add(self, request: AddPresetRequest) -> ModelRow:
-        """Add a preset; return its model. No preset is added if a frontend cannot mount the API.
+        """Add a preset; return its model.
 
         Raises:
             NoSuchModel: the model is not registered.
@@ -128,7 +128,10 @@ def check_defaults(defaults: Mapping[str, Any]) -> None:
 
 
 class ModelAdapters(ModelPart):
-    """Adds adapters to models and removes adapters; the bases serve meanwhile."""
+    """Adds adapters to models and removes adapters; the bases serve meanwhile.
+
+    ``set_model`` changes options of a model's engine, see :meth:`ModelLifecycle.set`.
+    """
 
     def __init__(
         self,
@@ -145,9 +148,10 @@ class ModelAdapters(ModelPart):
         self._tasks: set[asyncio.Task[ModelRow]] = set()
 
     async def add(self, request: AddAdapterRequest) -> AsyncIterator[Progress]:
-        """Find, check and add an adapter; an engine that does not take it is replaced.
+        """Find, check and add an adapter; with ``check_only`` the adapter is not added.
 
-        Raises GpupoolError: the reason of the failing step; the adapter is not added.
+        An engine that does not take the adapter is replaced first; its requests go on. Raises
+        GpupoolError: the reason of the failing step; the adapter is not added.
         """
         await check_names_free(self._registry, (request.name,))
         proposal = self._fleet.propose((request.name,))
@@ -178,6 +182,7 @@ class ModelAdapters(ModelPart):
     async def _found(
         self, request: AddAdapterRequest, base: ModelRow
     ) -> AsyncIterator[Progress | Adapter]:
+        """Find, download and check an adapter; yield the progress, and at the end the adapter."""
         yield Progress(stage="resolve")
         check_num_adapters(base.spec.name, base.spec.engine, len(base.spec.adapters) + 1)
         found = resolve(request.name, request.source, self._settings.paths.model_dirs)
@@ -233,6 +238,7 @@ class ModelAdapters(ModelPart):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _add(self, base: str, adapter: Adapter) -> ModelRow:
+        """Make the engines take the adapter, then add the adapter; undo the addition on failure."""
         row = await self.find(base)
         changes = options_for(row.spec.engine, adapter.rank)
         if changes:
@@ -261,6 +267,7 @@ class ModelAdapters(ModelPart):
         return replace(adapter, number=self._last_number)
 
     async def _load(self, base: str, adapter: Adapter) -> None:
+        """Make the adapter known to all engines of its base; later engines get it with the load."""
         number, name, path = adapter.number, adapter.name, adapter.path
         for worker in self._ready_hosts(base):
             await self._supervisor.call(
@@ -277,6 +284,7 @@ class ModelAdapters(ModelPart):
                 _logger.warning("%s on worker %d: %s", adapter.name, worker.number, error)
 
     def _ready_hosts(self, base: str) -> list[Worker]:
+        """Return the workers with an engine of ``base``, also one that loads."""
         ready = (worker for worker in self._supervisor.workers if worker.is_ready)
         return [worker for worker in ready if self._fleet.hosts.of(base, worker.number).is_ordered]
 

@@ -170,7 +170,10 @@ def _chat_of(spec: ModelSpec) -> object:
 
 
 async def _end_beyond(child: Child[m.Inspected], num_bytes: int) -> None:
-    """Kill a child with this much more memory: address space is no measure beside a GPU."""
+    """Kill a child when it has this much more memory than at first; return afterwards.
+
+    Other limits do not fit: a GPU's libraries reserve more address space than a machine has memory.
+    """
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(child.pid)
         first_bytes = process.memory_info().rss
@@ -183,7 +186,10 @@ async def _end_beyond(child: Child[m.Inspected], num_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """The degrees that cannot divide a model with these options, and why; or why by vLLM."""
+    """The degrees that cannot divide a model of this checkpoint and these options, and why.
+
+    ``by_vllm`` are the degrees whose reasons are vLLM's.
+    """
 
     path: str
     engine: dict[str, str]
@@ -236,7 +242,10 @@ class Divisions:
         return frozenset(number for number in numbers if self.why_not(spec, number))
 
     def require_one(self, spec: ModelSpec) -> None:
-        """Raise Refused if no device, or not each chosen by hand, can divide a model."""
+        """Check that a device can host the model, or each device that was chosen by hand.
+
+        Raises Refused: the reasons of the devices.
+        """
         lacking = self.lacking(spec)
         numbers = spec.devices or range(len(self._degrees))
         if spec.devices and lacking.intersection(numbers):
@@ -254,7 +263,10 @@ class Divisions:
         )
 
     async def note(self, spec: ModelSpec, device: int, reason: str) -> bool:
-        """Record a group's refusal of a model; return whether another device may host the model."""
+        """Record that a group's worker refused a model; no effect for single GPUs.
+
+        Return whether another device may still host the model.
+        """
         if self._degrees[device] == 1:
             return False
         self._judgement(spec).add({self._degrees[device]: reason})
@@ -263,7 +275,10 @@ class Divisions:
         return not self.lacking(spec).issuperset(numbers)
 
     async def look(self, spec: ModelSpec) -> None:
-        """Read a model's dimensions again; raise Refused as :meth:`require_one`."""
+        """Read a model's dimensions again.
+
+        Raises Refused: as of :meth:`require_one`.
+        """
         self._judged[spec.name] = await asyncio.to_thread(self._judge, spec)
         self.require_one(spec)
 
@@ -287,6 +302,7 @@ class Divisions:
         return judged
 
     def _judge(self, spec: ModelSpec) -> _Judged:
+        """Read the dimensions of the checkpoint and of the drafter's."""
         judged = _Judged(spec.path, dict(spec.engine))
         degrees = set(self._degrees) - {1}
         _, drafter = drafter_of(spec.engine)
@@ -300,6 +316,7 @@ class Divisions:
 
 
 def _dimensions(folder: Path) -> dict[str, Any]:
+    """Return the content of ``config.json``; empty if the file cannot be read."""
     try:
         return read_json(folder / CONFIG_FILE)
     except Refused:

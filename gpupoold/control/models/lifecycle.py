@@ -46,7 +46,7 @@ LOAD_GRACE_S = 20.0
 
 
 def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the checked options after ``changes``, in which None removes an option.
+    """Return the options after ``changes``, in which None removes an option.
 
     Raises UsageError: see :func:`check_options`.
     """
@@ -56,7 +56,13 @@ def merged_options(present: Mapping[str, str], changes: Mapping[str, str | None]
 
 
 class ModelLifecycle(ModelPart, RequestListener):
-    """A user's operations on models, by name or alias, while serving continues."""
+    """A user's operations on models, by name or alias, while serving continues.
+
+    The dispatcher reports what models need for their requests.
+
+    ``frontend_up``, ``controller.worker_up`` and ``worker_down`` handle starts and ends of
+    processes; ``controller.check`` is to be called every second.
+    """
 
     def __init__(
         self,
@@ -66,6 +72,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         cache: SnapshotCache,
         inspector: Inspector,
     ) -> None:
+        """Wire the parts together; each part gets only finished parts."""
         super().__init__(parts)
         self.inspector = inspector
         self.ongoing = OngoingAdditions(parts.history)
@@ -135,7 +142,10 @@ class ModelLifecycle(ModelPart, RequestListener):
         await self.snapshots.host_budget.stop()
 
     def add(self, request: AddModelRequest) -> AsyncIterator[Progress]:
-        """Add a model, or only check; with ``detach`` the addition goes on without a reader."""
+        """Add a model, or only check; see :class:`Additions`.
+
+        With ``detach`` the addition goes on after the end of the iteration.
+        """
         if request.check_only:
             return self._additions.check(request)
         follow = self.ongoing.detached if request.detach else self.ongoing.followed
@@ -178,7 +188,8 @@ class ModelLifecycle(ModelPart, RequestListener):
             return row
 
     async def remove(self, name: str, mode: RemoveMode) -> ModelRow:
-        """Remove a model, preset or adapter.
+        """Remove a model, preset or adapter; see also :meth:`Presets.remove` and
+        :meth:`ModelAdapters.remove`.
 
         Raises:
             NoSuchModel: there is no such name.
@@ -197,6 +208,7 @@ class ModelLifecycle(ModelPart, RequestListener):
                 return await self._remove(name, mode)
 
     async def _remove_by_force(self, row: ModelRow) -> ModelRow:
+        """Remove a model; a load that does not stop is ended with its worker."""
         name = row.spec.name
         self._additions.cancel(name)
         ending = asyncio.create_task(self._end_loads(name), name=f"end-loads-{name}")
@@ -214,7 +226,10 @@ class ModelLifecycle(ModelPart, RequestListener):
             self._supervisor.end_loads(name, reason)
 
     async def warm(self, name: str) -> ModelRow:
-        """Return when a model is loaded and warm; a model in quarantine is tried too.
+        """Restore a model's snapshot to host memory, and load the model on workers without an
+        engine.
+
+        A model in quarantine is tried too.
 
         Raises:
             NoSuchModel: the model is not registered.
@@ -226,6 +241,12 @@ class ModelLifecycle(ModelPart, RequestListener):
         return await self.find(name)
 
     async def _set_engine(self, old: ModelSpec, engine: dict[str, str]) -> ModelSpec:
+        """Change the options of the model's engines and API; after a failure the earlier hold.
+
+        Raises:
+            Refused: a device of the model cannot divide the model with these options.
+            GpupoolError: the reason of a worker or of the frontends.
+        """
         _check_takes_adapters(old, engine)
         new, divisions = replace(old, engine=engine), self.room.divisions
         known = divisions.said(old)
@@ -263,7 +284,10 @@ class ModelLifecycle(ModelPart, RequestListener):
         await self.mounts.mount(name)
 
     async def _have_same_engine(self, old: ModelSpec, new: ModelSpec) -> bool:
-        """Return whether only options of the API differ; engines have the reasoning parser too."""
+        """Return whether the options that differ concern only the API.
+
+        Engines have the parser of reasoning too, which may be found in another chat template.
+        """
         if engine_part(old.engine) != engine_part(new.engine):
             return False
         before, after = [await self.inspector.parsers(spec) for spec in (old, new)]
@@ -272,8 +296,7 @@ class ModelLifecycle(ModelPart, RequestListener):
     async def place(self, name: str, devices: Sequence[int]) -> ModelRow:
         """Choose the devices of a model by hand, or give the choice back with no devices.
 
-        Requests on other devices continue on the chosen devices. The choice holds, and the load is
-        retried, also if a device could not load the model.
+        Requests on other devices continue on the chosen devices.
 
         Raises:
             NoSuchModel: the model is not registered.
@@ -305,6 +328,7 @@ class ModelLifecycle(ModelPart, RequestListener):
         return await self.find(model)
 
     def _why_unloaded(self, row: ModelRow, number: int) -> GpupoolError:
+        """Return why a settled model is not on a device: memory of the host or of the device."""
         name, snapshots = row.spec.name, self._fleet.snapshots
         degree = snapshots.degree(number) if snapshots.needing([number]) else 0
         space = self.snapshots.weights(name, degree, row.weight_bytes).space
@@ -313,6 +337,13 @@ class ModelLifecycle(ModelPart, RequestListener):
         return self.room.refusal(row)
 
     async def _remove(self, name: str, mode: RemoveMode) -> ModelRow:
+        """Remove a model.
+
+        Raises:
+            NoSuchModel: the model is not registered.
+            Refused: the model has live requests or adapters and ``mode`` is "refuse".
+            TimedOut: requests were left after the drain timeout.
+        """
         row = await self.find(name)
         model = row.spec.name
         if not self._fleet.knows(model):

@@ -44,7 +44,10 @@ class ModelMounts(ModelPart):
             self._fleet.wake()
 
     async def publish(self) -> None:
-        """Send the models and states to the frontends, unless they are as sent before."""
+        """Send the models and states to the frontends, unless they are as sent before.
+
+        The controller publishes after each change; a user's change waits for the new list.
+        """
         async with self._publishing:  # a list read before a change must not be sent after it
             rows = await self._registry.list()
             now = m.ModelList([self._served(row) for row in rows], self._supervisor.any_in_service)
@@ -62,9 +65,11 @@ class ModelMounts(ModelPart):
         await self.publish()
 
     async def open(self, name: str) -> None:
-        """Open a loaded model; each frontend has the state before the answer to the mount.
+        """Open a loaded model for requests.
 
-        Raises GpupoolError: the frontends' reason, or the model is in quarantine.
+        The frontends get the state first, and the answer to the mount confirms the state: a client
+        that reads ``ready`` can use the model. Raises GpupoolError: the frontends' reason, or the
+        model is in quarantine.
         """
         async with self._in_turn:
             if self._fleet.breakers.close(name, time.monotonic()):
@@ -128,6 +133,7 @@ class ModelMounts(ModelPart):
         self._frontends.send(m.StopServing(model))
 
     def _served(self, row: ModelRow) -> m.ServedModel:
+        """Return a model as clients see it; a model that is being opened is ready."""
         now, is_open = self._fleet.availability(row.spec.name), row.spec.name in self._opening
         return m.ServedModel(
             name=row.spec.name,

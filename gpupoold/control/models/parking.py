@@ -22,9 +22,10 @@ class Parking(ModelPart):
     """Parks and wakes devices, by hand and after ``idle.park_after``.
 
     A parked device has given its memory and its context back; the weights stay in the model cache.
-    Its models count as evicted: a request loads the model on another device that has memory, else
-    on a device that is woken. Further devices are woken while requests wait and all are full. While
-    a model is being added, idle devices stay: the device that was checked must be there.
+    Its models count as evicted, so a request of such a model loads the model again: on another
+    device that has memory, else on a device that is woken. While requests wait although every
+    device in service is full, further devices are woken. While a model is being added, idle devices
+    stay, since a device that was large enough in a check must be there for the load.
     """
 
     def __init__(self, parts: ControlParts, additions: OngoingAdditions) -> None:
@@ -92,6 +93,7 @@ class Parking(ModelPart):
         self._idle_since_s.pop(number, None)
 
     def _idle(self, workers: Sequence[Worker]) -> list[Worker]:
+        """Return the ready workers without requests and loads, present or coming."""
         ready = [each for each in workers if each.is_ready and each.has_loaded]
         nums = self._dispatcher.nums_of_requests([worker.number for worker in ready])
         waiting = {each.model for each in self._dispatcher.live.all() if each.device is None}
@@ -111,6 +113,7 @@ class Parking(ModelPart):
         self.wake(self._best(model, parked), f"for a request of {model}")
 
     def _wake_for_waiting(self, now_s: float) -> None:
+        """Wake a device for a model that has none and is not loaded, or while all are full."""
         parked = self._parked()
         if not parked or any(worker.state == "starting" for worker in self._supervisor.workers):
             return

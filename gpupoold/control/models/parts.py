@@ -51,7 +51,10 @@ class ModelPart:
         self._supervisor = parts.supervisor
 
     async def find(self, name: str) -> ModelRow:
-        """Return the model of a name or alias, or raise NoSuchModel with the registered names."""
+        """Return the model of this name or alias.
+
+        Raises NoSuchModel: there is none; the registered names are in the hint.
+        """
         row = await self._registry.get(name)
         if row is None:
             names = ", ".join(row.spec.name for row in await self._registry.list())
@@ -59,6 +62,7 @@ class ModelPart:
         return row
 
     def _check_idle(self, model: str) -> None:
+        """Raise Refused if the model or adapter has live requests."""
         num_live = self._num_live(model)
         if num_live:
             raise Refused(
@@ -66,6 +70,10 @@ class ModelPart:
             )
 
     async def _wait_idle(self, model: str) -> None:
+        """Return when a model or adapter has no live requests.
+
+        Raises TimedOut: requests are left after ``limits.drain_timeout``.
+        """
         limit_s, loop = self._settings.limits.drain_timeout_s, asyncio.get_running_loop()
         deadline_s = loop.time() + limit_s
         while num_live := self._num_live(model):
@@ -100,7 +108,10 @@ def kind_of(spec: ModelSpec, name: str) -> str:
 
 
 def check_own_model(spec: ModelSpec, name: str, what: str) -> None:
-    """Raise Refused for a preset or adapter, which has no ``what`` of its own but a model's."""
+    """Check that ``name`` is no preset or adapter: these share the engine and memory of a model.
+
+    Raises Refused: ``name`` is a preset or adapter, and has no ``what`` of its own.
+    """
     if spec.further_named(name) is not None:
         raise Refused(
             f"{name} is {kind_of(spec, name)} and has no {what} of its own",

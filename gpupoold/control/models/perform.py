@@ -51,7 +51,10 @@ _UNKNOWN = Death("an earlier crash without a clear cause", is_at_fault=True)
 
 
 class Performer(ModelPart):
-    """Carries out one step at a time for each device of a model, and unloads models."""
+    """Carries out one step at a time for each device of a model, and unloads models.
+
+    A loaded model accepts requests on the device.
+    """
 
     def __init__(
         self, parts: ControlParts, snapshots: ModelSnapshots, mounts: ModelMounts, room: EngineRoom
@@ -105,7 +108,9 @@ class Performer(ModelPart):
             self._fleet.remove(name)
 
     async def _load(self, row: ModelRow, step: ModelStep, expected_bytes: int) -> None:
-        """Load on one worker without the model; a new snapshot takes ``expected_bytes`` or so.
+        """Load on one worker, unless the worker has the model.
+
+        A new snapshot takes about ``expected_bytes``, for which other snapshots are evicted.
 
         Raises:
             CacheFull: too few snapshots can be evicted now.
@@ -166,6 +171,7 @@ class Performer(ModelPart):
         _logger.info(text, name, worker.number, took, size, engine, reason.why)
 
     async def _serve(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
+        """Store the facts of an engine, and let the engine serve."""
         await self._keep_facts(spec, worker, loaded)
         costs = await self._costs(spec.name, worker)
         if not self._has(worker, spec):
@@ -176,7 +182,10 @@ class Performer(ModelPart):
         self._dispatcher.host(targets, loaded.model, costs, worker)
 
     async def _profiling_budget_s(self, name: str, worker: Worker) -> float:
-        """Return the time for profiling; another fine-tune's profile suffices."""
+        """Return the time for profiling: models are profiled once per kind of device.
+
+        A fine-tune takes the profile of another fine-tune.
+        """
         row, ready = await self._registry.get(name), worker.ready
         if row is None or ready is None or is_profiled(row, ready):
             return 0.0
@@ -187,6 +196,7 @@ class Performer(ModelPart):
         return _PROFILING_BUDGET_S[worker.device.kind]
 
     async def _keep_facts(self, spec: ModelSpec, worker: Worker, loaded: m.ModelLoaded) -> None:
+        """Store the facts of a load and the measured profile, if there is one."""
         for name, problem in loaded.model.adapter_problems.items():
             text = f"adapter {name} was not loaded: {problem}"
             self._history.record_event("error", "adapter_failed", spec.name, text)
@@ -225,6 +235,7 @@ class Performer(ModelPart):
             await self._registry.set_engine_bytes(name, kind, num_bytes)
 
     async def _costs(self, name: str, worker: Worker) -> ModelCosts | None:
+        """Return the model's costs for the scheduling core, None while unknown."""
         row = await self._registry.get(name)
         if row is None or worker.ready is None:
             return None
@@ -236,6 +247,7 @@ class Performer(ModelPart):
         return costs_of(latency) if latency is not None else None
 
     def _clean_up(self, worker: Worker, name: str) -> None:
+        """Unload a partly loaded model in the background; a later load waits for the end."""
         task = asyncio.create_task(self._unload_quietly(worker, name))
         self._cleaning.add(task)
         task.add_done_callback(self._cleaning.discard)
@@ -247,9 +259,10 @@ class Performer(ModelPart):
             _logger.error("%s", error)
 
     async def _reload(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """Replace the model's engine by way of the snapshot, if any, which the caller holds.
+        """Replace the model's engine on a worker, using the snapshot if present.
 
-        Raises GpupoolError: the worker's reason; the worker no longer has the model.
+        The caller holds the model's snapshots. Raises GpupoolError: the worker's reason; the worker
+        no longer has the model.
         """
         try:
             await self._supervisor.unload(worker, spec.name)
@@ -259,7 +272,12 @@ class Performer(ModelPart):
             raise
 
     async def _replace(self, row: ModelRow, worker: Worker, reason: HostingReason) -> None:
-        """Build an engine with the model's options, which then takes over the worker's requests."""
+        """Build an engine with the model's options beside the present engine, which serves
+        meanwhile.
+
+        Then the worker's requests go on in the new engine, after the tokens that their clients
+        have.
+        """
         spec, name = row.spec, row.spec.name
         given = self._snapshots.cached(name, worker)
         budget_s = _PROFILING_BUDGET_S[worker.device.kind]
@@ -295,7 +313,10 @@ class Performer(ModelPart):
         _logger.info("%s is warm after %.2f s", model, time.monotonic() - began_s)
 
     async def _bring(self, row: ModelRow, degree: int) -> None:
-        """Attach a degree's snapshot to all workers with the model, on CacheFull to none."""
+        """Attach the snapshot of a degree to all workers with the model.
+
+        Raises CacheFull: there is no memory for the snapshot; the engines stay.
+        """
         model, size = row.spec.name, row.weight_bytes
         workers = self._workers_of(model, degree)
         if not workers:
@@ -316,7 +337,10 @@ class Performer(ModelPart):
                 self._dispatcher.wake(model, worker.number)
 
     async def _renew(self, row: ModelRow) -> None:
-        """Replace the model's snapshots, the saved ones too, on all workers not at rest."""
+        """Make the model's snapshots again and attach the new ones to all workers not at rest.
+
+        The saved snapshots may be damaged too.
+        """
         model = row.spec.name
         await self._snapshots.renew(model)
         resting = self._fleet.snapshots.resting(model)
@@ -331,6 +355,7 @@ class Performer(ModelPart):
     async def _hand_out(
         self, row: ModelRow, snapshot: CachedSnapshot, workers: list[Worker]
     ) -> None:
+        """Attach the snapshot to the workers of its degree; rebuild engines of another layout."""
         model, hosts = row.spec.name, self._fleet.hosts
         present = self._workers_of(model)
         lacking = [
@@ -348,6 +373,7 @@ class Performer(ModelPart):
         await self._reload_all(row, [worker for worker in lacking if worker not in fitting])
 
     async def _reload_all(self, row: ModelRow, workers: list[Worker]) -> None:
+        """Rebuild engines side by side; raise the first failure after the end of all."""
         reloads = (self._reload(row.spec, worker, row.weight_bytes) for worker in workers)
         _raise_first(await asyncio.gather(*reloads, return_exceptions=True))
 
@@ -360,6 +386,7 @@ class Performer(ModelPart):
             # A dead worker gets the snapshot with the next load.
 
     async def _leave(self, name: str, worker: Worker) -> None:
+        """Unload a model from a worker; its requests continue on other workers."""
         deadline_s = time.monotonic() + _MIGRATIONS_S
         async with worker.load_lock:
             while True:
@@ -376,7 +403,10 @@ class Performer(ModelPart):
                 self._dispatcher.go_elsewhere(requests, worker)
 
     async def _evict(self, name: str, worker: Worker) -> None:
-        """Unload an engine for another model; requests of the engine wait for their turn."""
+        """Unload an engine for another model; a request of a model without a device loads.
+
+        Requests that the engine has wait for their turn.
+        """
         if not self._room.may_leave(name, worker.number):
             return  # a request has come, or the claim is over
         claim = self._room.claims[worker.number]
@@ -404,12 +434,14 @@ class Performer(ModelPart):
         _raise_first(await asyncio.gather(*ends, return_exceptions=True))
 
     async def _take_from(self, worker: Worker, name: str) -> None:
+        """Unload a model when the memory of its snapshot is unpinned and free."""
         try:
             await self._supervisor.drop_snapshot(worker, name)
         finally:
             await self._supervisor.unload(worker, name)
 
     def _workers_of(self, model: str, degree: int = 0) -> list[Worker]:
+        """Return the workers that need the model's snapshot, of one degree or of all."""
         workers = [
             self._supervisor.workers[number] for number in self._fleet.devices_with_snapshot(model)
         ]
@@ -432,14 +464,20 @@ def _closing(fd: int | None) -> Iterator[contextlib.ExitStack]:
 
 
 class Failures(ModelPart):
-    """Records failures of models and crashes of workers, and the times of the next tries."""
+    """Records failures of models and crashes of workers, and the times of the next tries.
+
+    Crashes of workers are attributed to models here. A model with an open circuit breaker is in
+    quarantine: the controller takes the model off the workers.
+    """
 
     def __init__(self, parts: ControlParts) -> None:
         super().__init__(parts)
         self._unclear: dict[str, tuple[int, Death]] = {}  # the latest crash of each model
 
     async def not_loaded(self, model: str, error: GpupoolError) -> None:
-        """Record a failed load; a model without another worker has failed."""
+        """Record that a worker could not load a model; without another worker the model has
+        failed.
+        """
         if not self._fleet.knows(model):
             return  # removed meanwhile
         self._history.record_event("error", "model_failed", model, str(error))
@@ -478,7 +516,10 @@ class Failures(ModelPart):
         return candidates
 
     def worker_down(self, worker: Worker, death: Death) -> None:
-        """Attribute an end, requeue requests; drain failed hardware if another serves."""
+        """Attribute the end of a worker, and requeue the requests there.
+
+        A device whose hardware failed is drained if another device is in service.
+        """
         candidates = self.crashed(worker.number, death)
         is_draining = self._fleet.is_device_draining
         others = [
@@ -515,6 +556,7 @@ class Failures(ModelPart):
         self._dispatcher.forget(model)
 
     def _with_time(self, model: str, reason: str) -> str:
+        """Return the reason together with the time of the next try."""
         retry_at_s = self._fleet.breakers.retry_at_s(model)
         if retry_at_s is None:
             return reason

@@ -103,9 +103,9 @@ class ModelSnapshots(ModelPart):
         return _whole_pages(expected_bytes, workers[0]) if workers else expected_bytes
 
     async def reserve(self, spec: ModelSpec, worker: Worker, expected_bytes: int) -> None:
-        """Reserve host memory for a worker's snapshot, which the caller holds, unless present.
+        """Reserve host memory for the model's snapshot for a worker, unless present.
 
-        Raises CacheFull: see :meth:`HostMemoryBudget.reserve`.
+        The caller holds the snapshot. Raises CacheFull: see :meth:`HostMemoryBudget.reserve`.
         """
         if worker.ready is None or self.is_at_hand(spec.name, worker):
             return
@@ -116,8 +116,9 @@ class ModelSnapshots(ModelPart):
     async def for_load(
         self, spec: ModelSpec, worker: Worker, expected_bytes: int
     ) -> CachedSnapshot | None:
-        """Return the snapshot, perhaps from disk, or None after reserving host memory.
+        """Return the model's snapshot for a worker, reading the disk if needed.
 
+        If the result is None, the worker must make the snapshot; host memory is then reserved.
         Raises CacheFull: too few snapshots can be evicted now.
         """
         if worker.device.kind == "sim" or worker.ready is None:
@@ -129,9 +130,10 @@ class ModelSnapshots(ModelPart):
         return snapshot
 
     async def read(self, spec: ModelSpec, worker: Worker) -> CachedSnapshot | None:
-        """Read the snapshot, held by the caller, from disk into the cache; None without a file.
+        """Read the model's snapshot for a worker from disk into the cache; return None if there is
+        none.
 
-        Raises CacheFull: too few snapshots can be evicted now.
+        The caller holds the snapshot. Raises CacheFull: too few snapshots can be evicted now.
         """
         num_bytes = await self._look_up(spec, worker)
         if num_bytes is None:
@@ -171,7 +173,7 @@ class ModelSnapshots(ModelPart):
     async def keep(
         self, fd: int, worker: Worker, loaded: m.ModelLoaded, given: CachedSnapshot | None
     ) -> None:
-        """Keep the snapshot from a worker and close ``fd``; ``given`` was sent with the load.
+        """Keep the snapshot from a worker; ``given`` is the snapshot sent with the load, or None.
 
         Raises CacheFull: too few snapshots can be evicted now; ``fd`` is closed.
         """
@@ -272,7 +274,9 @@ class ModelSnapshots(ModelPart):
             self._history.record_event("info", "device_rests", model, text)
 
     def _take_out(self, of: SnapshotId) -> Awaitable[None]:
-        """Let devices rest if others can serve; return the release by all workers."""
+        """Let the devices of an evicted snapshot rest if others can serve; return the release by
+        all workers.
+        """
         others = [snapshot for snapshot in self._fleet.needed_snapshots(of.model) if snapshot != of]
         if any(self._cache.get(other) is not None for other in others):
             numbers = self._fleet.devices_with_snapshot(of.model)
@@ -282,6 +286,7 @@ class ModelSnapshots(ModelPart):
         return self._drop_from_workers(of)
 
     async def _drop_from_workers(self, of: SnapshotId) -> None:
+        """Make all workers release a snapshot; return after the release."""
         await self._saved.settled(of)  # a save in progress would keep the memory
         model = of.model
         workers = [
@@ -292,6 +297,7 @@ class ModelSnapshots(ModelPart):
         await asyncio.gather(*(self._supervisor.drop_snapshot(worker, model) for worker in workers))
 
     async def _look_up(self, spec: ModelSpec, worker: Worker) -> int | None:
+        """Return the bytes of the saved snapshot for a worker, None without one."""
         if worker.ready is None:
             return None
         degree = self._devices.degree(worker.number)
@@ -312,6 +318,7 @@ class ModelSnapshots(ModelPart):
 
 
 def _whole_pages(num_bytes: int, worker: Worker) -> int:
+    """Return the host memory of a snapshot of ``num_bytes``, in whole pages."""
     page_bytes = worker.ready.facts.page_bytes if worker.ready is not None else 1
     return -(-num_bytes // page_bytes) * page_bytes
 
@@ -322,9 +329,10 @@ async def rows_in_start_order(
     cache: SnapshotCache,
     num_snapshots: Callable[[ModelRow], int] = lambda _: 1,
 ) -> list[ModelRow]:
-    """Return the models, pinned and recently used first, and record pins and uses in the cache.
+    """Return all models, ordered to fill the cache with pinned, then recently used snapshots.
 
-    Raises Failed: the registry cannot be read.
+    Also records pins and earlier uses in the cache. ``num_snapshots`` returns for how many degrees
+    a model has snapshots. Raises Failed: the registry cannot be read.
     """
     rows = {str(row.spec.name): row for row in await registry.list()}
     cache.pinned = {name for name, row in rows.items() if row.is_pinned}
@@ -342,6 +350,7 @@ async def rows_in_start_order(
 
 
 async def _recall_use(rows: dict[str, ModelRow], history: History, cache: SnapshotCache) -> None:
+    """Set the last use of each model from the history, or else from the registration."""
     unknown = [name for name in rows if cache.last_used_at(name) is None]
     if not unknown:
         return

@@ -108,12 +108,12 @@ class ModelView:
     """A model now; times are seconds of the monotonic clock.
 
     ``devices`` serve the model. ``is_added``: a client adds the model, and undoes a failure.
-    ``is_wished`` and ``is_removed``: a client waits until the model is warm, or gone. ``is_held``:
-    another part changes the model. ``is_loaded``: loaded before, and not withdrawn since.
-    ``is_recorded``: the registry has the state and its reason. ``is_shut_out``: in quarantine.
-    ``is_trial``: the wait after a failure is over. ``num_waiting`` of ``num_live`` requests wait
-    for the weights. ``retry_at_s`` has the next tries by the failed step's key, ``waits_since_s``
-    the beginning of a wait for a first device or for memory.
+    ``is_wished``: a user waits until the model is warm. ``is_removed``: a client waits until the
+    model is gone. ``is_held``: another part changes the model. ``is_loaded``: loaded before, and
+    not withdrawn since. ``is_recorded``: the registry has the state and its reason.
+    ``is_shut_out``: in quarantine. ``is_trial``: the wait after a failure is over. ``num_waiting``
+    requests wait for the weights, of ``num_live``. ``retry_at_s`` has the next tries by the key of
+    the failed step, and ``waits_since_s`` the beginning of a wait for a first device or for memory.
     """
 
     phase: ModelPhase = ModelPhase.READY
@@ -286,11 +286,13 @@ def _replacements(
 
 
 def _replacement(model: ModelView, number: int) -> ModelStep:
+    """Return the step; a try after a failure, which may be the model's own, evicts no engine."""
     step = ModelStep(_K.REPLACE, number)
     return replace(step, reason=HostingReason.SPARE) if step.key in model.retry_at_s else step
 
 
 def _opens(model: ModelView, now_s: float) -> tuple[ModelStep, ...]:
+    """Return the step that mounts the API of a model with a device."""
     step = ModelStep(_K.OPEN)
     is_due = not model.is_open or model.is_trial or model.phase in (_P.FAILED, _P.QUARANTINED)
     is_late = now_s >= model.retry_at_s.get(step.key, 0.0)
@@ -391,6 +393,7 @@ def _loads(
 
 
 def _load(model: ModelView, choice: HostingChoice) -> ModelStep:
+    """Return the step, which is alone if the device has to make the snapshot."""
     degree = model.hosts[choice.device].degree
     is_alone = bool(degree) and not model.weights[degree].is_cached
     return ModelStep(_K.LOAD, choice.device, is_alone, choice.reason)
@@ -408,7 +411,11 @@ def _no_device(
     load_timeout_s: float,
     now_s: float,
 ) -> Decision:
-    """Return the wait of a model without a device, or the end of the wait."""
+    """Return the wait of a model without a device, or the end of the wait.
+
+    An addition waits only for a worker that starts, and a trial or a user for memory of the host
+    too. A model that nobody asks for waits without a limit for memory of engines, or for a device.
+    """
     since_s, degree = _since_s(model, now_s), next(iter(without_memory), 0)
     cause = Cause.RETRY if plan.loads else Cause.ENGINES if plan.has_devices else Cause.SERVICE
     cause = Cause.MEMORY if degree else cause

@@ -1,1 +1,4 @@
-"""Supervision of child processes; owns no request and no model."""
+"""Supervision of child processes: start, fork, restart, watchdog, crash attribution.
+
+Owns no request and no model; imported by ``workers`` and ``frontends``.
+"""

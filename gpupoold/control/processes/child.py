@@ -49,16 +49,16 @@ class Process(Protocol):
         """Return the exit status after the end; a negative number is a signal."""
 
     def kill(self) -> None:
-        """Kill the process; may raise ProcessLookupError after the end."""
+        """Kill the process if it runs; may raise ProcessLookupError after the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A Python module to run, with arguments.
 
-    The options are ``arguments``, ``fd_options`` with descriptors, which the caller keeps, as
-    values, and ``--parent-pid``. stdout and stderr go to ``log_fd``. ``environment`` is added to
-    the daemon's.
+    The options are ``arguments``, ``fd_options`` with descriptors as values, and ``--parent-pid``.
+    stdout and stderr go to ``log_fd``. ``environment`` is added to the daemon's. The caller keeps
+    the descriptors and may close them after the start.
     """
 
     module: str
@@ -115,7 +115,12 @@ class Child(Generic[T]):
         environment: Mapping[str, str] | None = None,
         starter: Starter = execute,
     ) -> Child[T]:
-        """Start the module, which reports readiness by a message. Raises OSError."""
+        """Start the module; the child reports readiness by a message.
+
+        ``fd_options`` are further options with descriptors as values; ``starter`` starts the
+        process, by default as a program of its own. Raises OSError: the process or the log file
+        could not be created.
+        """
         ours, theirs = socket.socketpair()
         channel: AsyncChannel[T] | None = None
         try:
@@ -149,7 +154,11 @@ class Child(Generic[T]):
             self._process.kill()
 
     async def ended(self) -> int | None:
-        """Return the status, None if unknown, of a child that must end, else is killed."""
+        """Return the exit status of a child that has closed the channel or must end.
+
+        A child that does not end is killed. None means an unknown status: the fork server did
+        not answer in time.
+        """
         self.channel.close()
         for wait_s in (_LEAVING_S, _DYING_S):
             with contextlib.suppress(TimeoutError):
@@ -175,6 +184,7 @@ class Child(Generic[T]):
         _logger.info("%s stopped", self.name)
 
     async def _finish_log(self) -> None:
+        """Wait until the child's output is in the log."""
         log, self._log = self._log, None
         if log is not None:
             await asyncio.wait([asyncio.wrap_future(log.finish())], timeout=_LAST_LINES_S)
@@ -196,7 +206,10 @@ class Pending(Generic[K, V]):
         return future
 
     async def answer(self, key: K, limit_s: float) -> V:
-        """Return the answer to a request just sent, or raise TimeoutError after ``limit_s``."""
+        """Return the answer to a request; to be called immediately after sending the request.
+
+        Raises TimeoutError: no answer came within ``limit_s`` seconds.
+        """
         future = self.expect(key)
         try:
             async with asyncio.timeout(limit_s):
@@ -291,13 +304,14 @@ class ForkedProcess:
 class ForkServer:
     """Starts Python modules by forking; the fork server starts on first use and after a crash.
 
-    A fork server that needs longer than ``answer_timeout_s`` for a fork is killed. ``preloaded``
-    are modules with a ``preload(log_level)``.
+    A fork server that needs longer than ``answer_timeout_s`` for a fork is killed.
     """
 
     def __init__(
         self, settings: Settings, environment: Mapping[str, str], preloaded: Sequence[str]
     ) -> None:
+        """``environment`` is added to the daemon's before anything is imported; ``preloaded``
+        are modules with a ``preload(log_level)``."""
         self._settings = settings
         self._environment = environment
         self._preloaded = preloaded

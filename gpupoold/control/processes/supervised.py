@@ -56,8 +56,8 @@ class Supervised(ABC, Generic[M]):
 
     A subclass gives the command line, handles the messages ``M`` and drops the state of an ended
     process. ``watch`` has the observations of the present run. ``num_restarts`` counts processes
-    that were or will be replaced. If ``handles_last_messages``, :meth:`stop` handles messages until
-    the end.
+    that ended and were or will be replaced. ``handles_last_messages`` is true if :meth:`stop`
+    handles messages until the process ends.
     """
 
     handles_last_messages = False
@@ -101,7 +101,10 @@ class Supervised(ABC, Generic[M]):
         return death_of(status, ended_for)
 
     def _forget(self, reason: str) -> None:
-        """Drop the state of a replaced process; end the waits for answers with ``reason``."""
+        """Drop the state of a process that ended for ``reason``, and end the waits for answers.
+
+        :meth:`stop` does not call this method: no other process follows.
+        """
         if self._setting_up is not None:
             self._setting_up.cancel()
             self._setting_up = None
@@ -161,6 +164,7 @@ class Supervised(ABC, Generic[M]):
             self._child.kill()
 
     async def _run_once(self) -> bool:
+        """Run one process to its end; return whether the end is excused."""
         child = self._child = await self._launch()
         self.watch = Watch(self._timing.clock())
         self.reconfigure()
@@ -175,6 +179,7 @@ class Supervised(ABC, Generic[M]):
         return await self._note_end(death)
 
     async def _receive(self, child: Child[M], watch: Watch) -> None:
+        """Handle messages until the channel is closed or a message cannot be handled."""
         try:
             while True:
                 message = await child.channel.receive()
@@ -197,6 +202,7 @@ class Supervised(ABC, Generic[M]):
                 self.end(f"set-up failed: {error}")
 
     def _keep(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run ``work`` in a task that :meth:`stop` cancels."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -228,10 +234,10 @@ REAL_TIME = Timing()
 
 
 class Backoff:
-    """The waits before restarts of one process. Pure.
+    """The backoff of one process. Pure.
 
-    A process that ran for ``STABLE_AFTER_S``, or whose end is excused, restarts at once; repeated
-    short runs double the wait up to ``max_s``.
+    A process that ran for ``STABLE_AFTER_S`` restarts at once; repeated short runs double the wait
+    up to ``max_s``.
     """
 
     def __init__(self, max_s: float = MAX_S) -> None:
@@ -239,7 +245,10 @@ class Backoff:
         self._next_s = 0.0
 
     def after(self, ran_s: float, *, is_excused: bool = False) -> float:
-        """Return the seconds to wait after a run of ``ran_s``."""
+        """Return the seconds to wait after a run of ``ran_s``.
+
+        After an excused end no wait is needed.
+        """
         if is_excused:
             return 0.0
         if ran_s >= STABLE_AFTER_S:
@@ -252,7 +261,11 @@ class Backoff:
 async def keep_running(
     name: str, run_once: Callable[[], Awaitable[bool]], backoff: Backoff, timing: Timing
 ) -> None:
-    """Call ``run_once``, which returns whether the end is excused, again and again, with waits."""
+    """Call ``run_once`` repeatedly, with the waits of ``backoff``; never returns.
+
+    ``run_once`` returns after the process's end, with True if the end is excused, see
+    :meth:`Backoff.after`. ``run_once`` raises OSError if the process could not be started.
+    """
     while True:
         started_s = timing.clock()
         is_excused = False
@@ -270,9 +283,9 @@ async def keep_running(
 class Watch:
     """Observations of one run of a worker; instants of one monotonic clock.
 
-    A hung worker stops reporting its number of steps. A livelocked worker has a turn and requests,
-    but its step counter does not advance. Loads run beside the steps: a load without an end is a
-    reason of its own.
+    A worker reports its number of steps several times a second. A hung worker stops reporting. A
+    livelocked worker has a turn and requests, but its step counter does not advance. Loads run
+    beside the steps: a load without an end is a reason of its own.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -349,7 +362,11 @@ class Watchdog:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a worker, at fault unless ended from outside, or due to the device's hardware."""
+    """The end of a worker; ``is_at_fault`` if the worker was not ended from outside.
+
+    ``activities`` are the activities of the worker's threads. ``is_of_device`` means that the
+    hardware failed, so that no request or model is a candidate for the cause.
+    """
 
     reason: str
     is_at_fault: bool
@@ -403,7 +420,10 @@ def _cause(status: int | None, ended_for: str, *, saw_oom_kill: bool) -> tuple[s
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Possible causes of a crash, or with ``has_unknown`` a cause that the activity page lacks."""
+    """Possible causes of a crash: one of these requests or models.
+
+    ``has_unknown`` means that the cause may be absent from the activity page.
+    """
 
     requests: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
@@ -428,7 +448,10 @@ NOBODY = Candidates()
 
 
 def candidates_of(death: Death, model_of: Mapping[str, str]) -> Candidates:
-    """Return the possible causes of a death; none if something else than work ended the worker."""
+    """Return the possible causes of a death; none if something else than work ended the worker.
+
+    ``model_of`` has the worker's live requests with their models.
+    """
     if not death.is_at_fault or death.is_of_device:
         return NOBODY
     activities = death.activities
@@ -446,7 +469,11 @@ def _requests_of(activity: Activity, model_of: Mapping[str, str]) -> list[str]:
 
 
 class OomKills:
-    """The kernel's count of out-of-memory kills over time; the count names no process."""
+    """The kernel's count of out-of-memory kills, including cgroup limits, sampled over time.
+
+    The count names no process: a process killed for another reason at the same moment is
+    misattributed.
+    """
 
     def __init__(self, now_s: float, path: Path = VMSTAT) -> None:
         self._path = path
@@ -464,6 +491,7 @@ class OomKills:
         return self._count() > self._seen[0][1]
 
     def _count(self) -> int:
+        """Return the count, 0 if unavailable."""
         try:
             lines = self._path.read_text().splitlines()
         except OSError:
@@ -476,7 +504,8 @@ class ProcessHandlers(Generic[P, M]):
     """Handlers for processes ``P`` that send messages ``M``.
 
     ``on_message`` gets the messages that do not concern the process itself. ``on_up`` sets a new
-    process up; an error kills the process. ``on_down`` follows the end of each process.
+    process up for its work; if ``on_up`` raises, the process is killed. ``on_down`` is called after
+    the end of each process, also if ``on_up`` has not returned.
     """
 
     on_message: Callable[[P, M], None]

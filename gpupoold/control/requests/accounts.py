@@ -20,7 +20,10 @@ from gpupoold.wire import messages as m
 
 
 class Accounts:
-    """All accounts of a daemon. A worker's message is counted before the scheduling core has it."""
+    """All accounts of a daemon. ``clock`` returns seconds.
+
+    A message of a worker is counted before the scheduling core gets the message.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class Accounts:
             self._keys.charge(key_id, num_tokens)
 
     def paced(self, gaps: Mapping[str, str]) -> None:
-        """Count the times between tokens of paced streams, by a frontend's histograms.
+        """Count the times between tokens of paced streams, from a frontend's histograms by model.
 
         Raises ValueError: a histogram is malformed.
         """
@@ -90,7 +93,10 @@ class Accounts:
         self.usage.stepped(number, requests, since_s, message.at_s, batch.step_s())
 
     def first_tokens(self, number: int, message: m.StepOutputs) -> dict[int, list[m.FirstToken]]:
-        """Return how the requests waited whose first token is in a step, not yet counted."""
+        """Return how the requests waited whose first token is in a step, by frontend.
+
+        :meth:`stepped` has not counted the step.
+        """
         found: dict[int, list[m.FirstToken]] = {}
         device = self._state.devices.get(number)
         batch = None if device is None else device.working.get(message.model)
@@ -135,6 +141,7 @@ class Accounts:
         return TurnStart.of(model, self._state.devices.get(number), self._switches.get(number))
 
     def _count_tokens(self, number: int, message: m.StepOutputs) -> None:
+        """Add the tokens of a step to requests and to models' counts."""
         if message.drafts is not None and message.model in self.stats:
             stats = self.stats[message.model]
             stats.drafts = stats.drafts.plus(message.drafts)
@@ -208,9 +215,9 @@ class TurnStart(NamedTuple):
     ) -> RequestStages:
         """Divide the time of a request from ``since_s`` to its token at ``at_s`` by stage.
 
-        ``warmed_s`` and ``attached_s`` are the times when the model was in host memory, and when
-        the device had the request's KV from another, None without a wait. The stages add up to the
-        time.
+        ``warmed_s`` is the time when the model was in host memory, ``attached_s`` the time when the
+        device had the request's KV from another device, each None if the request did not wait. The
+        sum of the stages is ``at_s - since_s``.
         """
         warm_s = min(max(warmed_s or since_s, since_s), at_s)
         began_s = min(max(self.began_s, warm_s), at_s)
@@ -247,7 +254,10 @@ def finish_reason(text: str) -> FinishReason:
 def request_row(
     request: LiveRequest, reason: FinishReason, error: str, now_s: float, wall_now_s: float
 ) -> RequestRow:
-    """Build the history row of a request that ends now, in monotonic and in epoch seconds."""
+    """Build the history row of a request that ends now. ``error``: the message for the client.
+
+    ``now_s`` is monotonic, ``wall_now_s`` the same instant in seconds since the epoch.
+    """
     gaps_s = request.gaps_s
     return RequestRow(
         request_id=request.request_id,

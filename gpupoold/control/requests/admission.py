@@ -57,7 +57,11 @@ def bound_for(priority: Priority, bound: int, keys: Keyring | None) -> int:
 
 
 class Overload:
-    """Bounds of the queues, replaceable at any time, and refusals; not thread-safe."""
+    """Bounds of the queues, and the refusal of requests beyond the bounds.
+
+    ``limits`` may be replaced at any time; ``on_refused`` gets the model and the reason of each
+    refusal. Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,10 @@ class Overload:
     def admission(
         self, message: m.AddRequest, now_s: float, *, is_routed: bool, is_warm: bool
     ) -> m.AdmissionAnswer:
-        """Decide on a request, whose model ``is_warm`` if no snapshot is needed first."""
+        """Decide on a request; count a refusal.
+
+        ``is_routed``: a worker has the model; ``is_warm``: the worker needs no snapshot first.
+        """
         name = message.counted_name
         if not is_routed:
             self._on_refused(name, "not_served")
@@ -98,7 +105,10 @@ class Overload:
         return _refusal(message, HTTPStatus.TOO_MANY_REQUESTS, text, retry_after_s)
 
     def too_late(self, now_s: float) -> list[LiveRequest]:
-        """Return, and count, requests late without a worker if ``[limits] drop_late`` is set."""
+        """Return requests to drop: without a worker at the deadline of the first token.
+
+        Empty unless ``[limits] drop_late`` is set. The requests are counted.
+        """
         if not self.limits.drop_late:
             return []
         late = [
@@ -122,6 +132,7 @@ class Overload:
             del self._promised_s[key]
 
     def _full(self, message: m.AddRequest, now_s: float) -> tuple[RefusalReason, str, float] | None:
+        """Return the reason for a full queue, as a word and a sentence, and the waiting time."""
         limits, model = self.limits, message.model
         num_live = self._live.num_of(model)
         bound = bound_for(message.priority, limits.max_live_requests_per_model, self._keys)
@@ -138,6 +149,7 @@ class Overload:
         return self._full_key(key_id) or self._full_bytes(message)
 
     def _full_key(self, key_id: str) -> tuple[RefusalReason, str, float] | None:
+        """Return the refusal at a key's limit of live requests, and the waiting time."""
         bound = self._keys.max_live(key_id) if self._keys is not None and key_id else None
         num_live = self._live.num_of_key(key_id)
         if bound is None or num_live < bound:
@@ -147,6 +159,7 @@ class Overload:
         return "key_full", text, _UNKNOWN_S
 
     def _full_bytes(self, message: m.AddRequest) -> tuple[RefusalReason, str, float] | None:
+        """Return the refusal for lack of space in the bytes of live requests."""
         num_bytes, bound = num_bytes_of(message), self.limits.max_bytes_in_flight
         key_id = message.key_id
         if key_id and self._live.bytes_of_key(key_id) + num_bytes > bound * KEY_BYTES_SHARE:
@@ -161,8 +174,8 @@ class Overload:
     def _space_in_s(self, key: str, num_live: int, bound: int, now_s: float) -> float:
         """Return the seconds until a request has space, behind all clients refused before.
 
-        With the same time all would return at once, all but one in vain. Only a bounded number of
-        refused clients counts, because some never return, or return early.
+        With the same time for all clients, all would return at once, and all but one in vain. Only
+        a bounded number of refused clients counts, because some never return, or return early.
         """
         promised_s = self._promised_s.setdefault((key, bound), [])
         while promised_s and (promised_s[0] <= now_s or len(promised_s) > _MAX_TURNS * bound):
@@ -189,7 +202,11 @@ class Overload:
     def _late(
         self, message: m.AddRequest, now_s: float, *, is_warm: bool
     ) -> tuple[RefusalReason, str, float] | None:
-        """Return the reason to expect a late first token, and the seconds before a retry."""
+        """Return the reason to expect a late first token, and the seconds before a retry.
+
+        The time to warm a model is unknown, so a request of a cold model may still be dropped
+        later. A background request has a day.
+        """
         if not self.limits.drop_late or not is_warm or message.is_background:
             return None
         model = self._state.models[message.model]

@@ -46,7 +46,11 @@ _logger = logging.getLogger(__name__)
 
 
 class CoreShell:
-    """Passes events to the recorded core, and the core's actions to ``carry_out``."""
+    """Passes events to the core and the core's actions to ``carry_out``.
+
+    ``clock`` returns seconds of the monotonic clock. ``decisions`` has the durations of the core's
+    calls in seconds, ``core`` records the calls.
+    """
 
     def __init__(
         self,
@@ -337,6 +341,7 @@ class Suspects:
 
 
 def _convicts(request: LiveRequest, candidates: Candidates) -> bool:
+    """Return whether a crash convicts a request; count an unclear trial."""
     suspect = request.suspect
     if suspect is None or request.request_id not in candidates.requests:
         return False

@@ -98,7 +98,8 @@ class Dispatcher:
             self._reply,
             # The core's turn and batch, which date a token, are the ones that made the token.
             self.accounts.stepped,
-            # The core decides while its requests' records exist, and before the listener learns.
+            # The core decides while the records of its requests exist, and before the listener
+            # learns of ends.
             self._advance_core,
             # An ended request is removed as whole, and is no suspect that could be cleared.
             self._remove_ended,
@@ -161,7 +162,10 @@ class Dispatcher:
             self.shell.handle(e.DrainSet(number, is_draining=True))
 
     def set_role(self, number: int, role: Role | None, whose: str = "by hand") -> None:
-        """Set a worker's role; None leaves the choice to the policy. ``whose`` is for the event."""
+        """Set a worker's role; None leaves the choice to the policy.
+
+        A prefilling worker migrates all answers. ``whose`` names the origin in the event.
+        """
         self.roles.fix(number, role)
         role, is_fixed = self.roles.of(number)
         self._orders.introduce_peers()
@@ -216,7 +220,8 @@ class Dispatcher:
             self.shell.handle(e.Unhosted(worker.number, name))
 
     def withdraw(self, name: str, worker: Worker, *, is_evicted: bool = False) -> list[LiveRequest]:
-        """Remove a model from a worker without migrations; return requests to go elsewhere.
+        """Remove a model from a worker; return the requests there, to be passed to ``go_elsewhere``
+        when the worker has unloaded the model. With ``is_evicted`` for another model's engine.
 
         Raises Refused: a request is migrating from or to the worker.
         """
@@ -290,7 +295,10 @@ class Dispatcher:
         return found
 
     def worker_down(self, worker: Worker, reason: str, candidates: Candidates = NOBODY) -> None:
-        """Remove a worker; restart its requests, ``candidates`` for the cause one at a time."""
+        """Remove a worker, and restart the requests there.
+
+        The ``candidates`` for the cause are retried one at a time.
+        """
         self._fleet.lose_device(worker.number)
         self.accounts.worker_down(worker.number)
         lost = self.live.on_device(worker.number)
@@ -368,6 +376,7 @@ class Dispatcher:
         self._schedule(request, is_warm=is_warm)
 
     def _failed_there(self, message: m.RequestsFailed) -> None:
+        """End requests that a worker has ended; remember a grammar that was the cause."""
         requests = self._known(message.request_ids)
         self._fail(requests, message.message, FinalFailure(message.code) if message.code else None)
         for key_id in {request.key_id for request in requests} if message.grammar else ():
@@ -375,6 +384,7 @@ class Dispatcher:
             self.listener.grammar_refused(refused)
 
     def _wake_asleep(self) -> None:
+        """Ask for the snapshots of models with requests whose devices all rest."""
         for name in self._fleet.asleep():
             if self.live.num_of(name):
                 self.listener.weights_wanted(name)
@@ -387,6 +397,10 @@ class Dispatcher:
         return self._fleet.availability(model).devices
 
     def _schedule(self, request: LiveRequest, *, is_warm: bool) -> None:
+        """Pass a request to the core, or hold the request until the model is warm.
+
+        A background request also waits for a device with time to spare.
+        """
         if is_warm:
             self._arrive(request)
             return
@@ -403,12 +417,16 @@ class Dispatcher:
         self.shell.handle(arrived(request))
 
     def _restart(self, request: LiveRequest) -> None:
+        """Schedule a request again after the loss of the worker; the tokens so far are kept."""
         request.device = None
         self.accounts.meters.models[request.model].resumed += 1
         self._schedule(request, is_warm=self._fleet.is_warm(request.model))
 
     def _restart_dropped(self, worker: Worker, request_ids: Iterable[str]) -> None:
-        """Send requests again whose engine was replaced, unless they are migrating away."""
+        """Send requests again whose engine on ``worker`` has been replaced.
+
+        Requests that are migrating from the worker continue on their target.
+        """
         dropped = [
             request
             for request in self._known(request_ids)
@@ -419,6 +437,7 @@ class Dispatcher:
             self._restart(request)
 
     def _try_suspects(self, now_s: float) -> None:
+        """Start the next trial of a suspect unless a trial is under way."""
         while (request := self.isolation.next_trial(now_s)) is not None:
             self._restart(request)
 
@@ -430,6 +449,7 @@ class Dispatcher:
         return waits_for(request, self.state, has_hosts=has_hosts)
 
     def _reply(self, number: int, message: m.StepOutputs) -> None:
+        """Send the tokens to the frontends, after the waits for first tokens."""
         for frontend, firsts in self.accounts.first_tokens(number, message).items():
             self.replies.send(frontend, m.FirstTokens(firsts))
         self.replies.outputs(message)
@@ -453,16 +473,19 @@ class Dispatcher:
     def _stop(
         self, requests: list[LiveRequest], reason: str, final: FinalFailure | None = None
     ) -> None:
+        """End requests with an error, also on the workers."""
         self._orders.abort(requests)
         self._fail(requests, reason, final)
 
     def _abandon(self, requests: list[LiveRequest]) -> None:
+        """End requests without a client."""
         self._orders.abort(requests)
         self._end(requests, FinishReason.ABORT)
 
     def _fail(
         self, requests: list[LiveRequest], reason: str, final: FinalFailure | None = None
     ) -> None:
+        """End requests with an error; no worker has any of the requests."""
         self.replies.failed(requests, reason, final)
         self._end(requests, FinishReason.ERROR, reason)
 
@@ -479,6 +502,7 @@ class Dispatcher:
             self._fleet.breakers.answered(request.model)
 
     def _remove(self, request_id: str, reason: FinishReason, error: str = "") -> None:
+        """Remove the record of a request after the end in the core."""
         request = self.live.pop(request_id)
         if request is None:
             return
@@ -491,7 +515,10 @@ class Dispatcher:
 
 
 class BackgroundQueue:
-    """Waiting background requests by model, some ended; ``pass_on`` gives one to the core."""
+    """Waiting background requests by model; ``pass_on`` gives a request to the core.
+
+    A request that has ended meanwhile is dropped when its turn comes.
+    """
 
     def __init__(
         self, live: LiveRequests, state: State, pass_on: Callable[[LiveRequest], None]

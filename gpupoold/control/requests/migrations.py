@@ -1,9 +1,11 @@
 """Migrations of requests from one worker to another.
 
 The *source* gets the order to release a request. The source answers when the copy of the KV to its
-host memory has begun, and the *target* gets the request with the place of the KV. From then on the
-target recomputes missing KV if the source dies. If the target dies, the request restarts from the
-tokens so far. :class:`gpupoold.control.live_requests.Migration` has the phases.
+host memory has begun, and the *target* gets the request with the place of the KV. Then the source
+is no longer needed: if the source dies, the target recomputes missing KV. If the target dies, the
+request restarts from the tokens so far like any request of a dead worker.
+
+:class:`gpupoold.control.live_requests.Migration` has the phases.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class Migrations:
         self._workers[source].send(m.MigrateOut(request.model, request.request_id))
 
     def released(self, worker: Worker, message: m.Migrated) -> LiveRequest | None:
-        """Send a released request to the target; return it for a restart if the target died."""
+        """Handle the departure of a request from the source, after all tokens so far.
+
+        Returns the request for a restart if the target has died.
+        """
         self.num_unknown += not message.is_known
         fds = (worker.take_fd(),) if message.kv_transfer is not None else ()
         try:
@@ -58,7 +63,10 @@ class Migrations:
         return request
 
     def worker_down(self, number: int) -> list[LiveRequest]:
-        """Return the requests on the way to a dead worker and not yet released by the source."""
+        """Return the requests on the way to a dead worker and not yet released by the source.
+
+        Until the release no policy may schedule these requests.
+        """
         self._kv_peers.worker_down(number)
         waiting = []
         for request in self._live:
@@ -104,7 +112,11 @@ def is_leaving(request: LiveRequest) -> bool:
 
 
 class KvPeers:
-    """Introduces workers to each other's host memory; ``transfers`` may outlive the request."""
+    """Introduces workers to the host memory of other workers, and releases KV after a read.
+
+    ``transfers`` has the source and the target of each readable KV transfer. A transfer may outlive
+    the request.
+    """
 
     def __init__(self, workers: Mapping[int, Worker]) -> None:
         self._workers = workers
@@ -139,7 +151,11 @@ class KvPeers:
             self.transfers[transfer.transfer_id] = source, target
 
     def have_equal_parts(self, source: int, target: int) -> bool:
-        """Return whether KV is of use on the other worker: its ranks have equal parts."""
+        """Return whether KV of one worker is of use on the other.
+
+        The ranks of groups of different sizes have different parts of the KV, which is computed
+        anew.
+        """
         return self._workers[source].device.num_gpus == self._workers[target].device.num_gpus
 
     def used(self, transfer_id: str) -> None:

@@ -80,7 +80,10 @@ def devices(
     fleet: Fleet,
     limit_of: Callable[[Worker], int | None],
 ) -> list[DeviceInfo]:
-    """Return all devices; ``limit_of`` returns the bytes of engines outside the pages."""
+    """Return all devices and their workers as of the latest reports.
+
+    ``limit_of`` returns the limit of a device's engines outside the pages in bytes.
+    """
     nums = dispatcher.nums_of_requests(worker.number for worker in workers)
     return [
         _device(worker, dispatcher, fleet, num, limit_of(worker))
@@ -132,10 +135,12 @@ def _device(
 
 
 def _free_of_parked(worker: Worker) -> int:
+    """Return all memory of a parked device, 0 for a worker that is down."""
     return worker.ready.facts.device_bytes if worker.ready and worker.state == "parked" else 0
 
 
 def _gpus(worker: Worker) -> list[GpuInfo]:
+    """Return the GPUs of a group; empty for a single GPU."""
     device, ready, status = worker.device, worker.ready, worker.status
     count = device.num_gpus
     if count == 1:
@@ -170,6 +175,7 @@ def loading(worker: Worker) -> LoadingInfo | None:
 
 
 def _quota(status: WorkerStatus | None) -> tuple[float | None, float]:
+    """Return the quota and the elapsed time of a turn; the quota is None without an end."""
     if status is None or status.activity.on_turn is None:
         return 0.0, 0.0
     began_s = status.turn_began_s
@@ -227,6 +233,7 @@ def usage(
 
 
 def _draft_values(drafts: DraftCounts) -> Values | None:
+    """Return the values of ``DraftUsage``, None without drafts."""
     if not drafts.num_drafts:
         return None
     return msgspec.structs.asdict(drafts) | {"acceptance_length": drafts.acceptance_length}
@@ -279,7 +286,10 @@ def usage_info(
 async def fleet_models(
     rows: Iterable[ModelRow], dispatcher: Dispatcher, fleet: Fleet
 ) -> list[FleetModel]:
-    """Return this node's models with waits and work; other work comes between two models."""
+    """Return the models of this node, with the waits and the work of their requests.
+
+    Other work of the event loop comes between two models: the fleet asks twice a second.
+    """
     state, now_s = dispatcher.state, time.monotonic()
     rates_rps = state.arrivals.lasting.rates_rps(now_s)
     found = []

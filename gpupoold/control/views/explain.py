@@ -70,7 +70,10 @@ class Explainer(ModelPart):
         self._cache = cache
 
     async def why(self, name: str) -> Why:
-        """Explain a model or a request, by a part of an id too, of an HTTP request the first.
+        """Explain a model, a live request or a finished request.
+
+        An unambiguous part of a request's id suffices. Of several requests of one HTTP request
+        the first is explained.
 
         Raises:
             NoSuchModel: no model or request has this name or id.
@@ -147,6 +150,7 @@ class Explainer(ModelPart):
         )
 
     def _live(self, seen: str) -> list[LiveRequest]:
+        """Return the live requests of a client's request, the named one first."""
         live, text = self._dispatcher.live.all(), request_id_of(seen)
         named = [request for request in live if is_request(request.request_id, seen)]
         if named:
@@ -289,6 +293,7 @@ def _ended_text(row: RequestRow) -> str:
 
 
 def _unscheduled(request: LiveRequest) -> str:
+    """Return the standing of a request unknown to the scheduling core."""
     return _SUSPECT if request.is_held else _LOADING
 
 

@@ -39,7 +39,11 @@ class SnapshotId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CachedSnapshot:
-    """A snapshot: memfd, layout, tokens of the self-check, the NUMA node of each GPU's part."""
+    """A snapshot: the daemon's memfd descriptor, and the digest of the layout.
+
+    ``self_check`` has the tokens that the model answers to its self-check, ``nodes`` the NUMA node
+    of the part of each GPU.
+    """
 
     fd: int
     num_bytes: int
@@ -66,9 +70,9 @@ class FdStorePort(Protocol):
 class SnapshotCache:
     """One snapshot per model and degree within a byte budget; all workers share the memory.
 
-    ``fd_store`` keeps the snapshots beyond the daemon's life. ``pinned`` are the models whose
-    snapshots stay. Reserved and retired snapshots count as used. ``num_evicted`` counts snapshots
-    evicted before their model was removed.
+    ``fd_store`` keeps the snapshots beyond the daemon's life. ``now`` returns wall-clock seconds.
+    ``pinned`` are the models whose snapshots stay. Bytes of reserved and retired snapshots count as
+    used. ``num_evicted`` counts snapshots evicted before their model was removed.
     """
 
     def __init__(
@@ -119,7 +123,10 @@ class SnapshotCache:
         return self._known_bytes.get(of)
 
     def short_bytes(self, of: SnapshotId | None, num_bytes: int) -> int:
-        """Return the bytes beyond the budget with ``num_bytes`` in place of snapshot ``of``."""
+        """Return by how much a snapshot of ``num_bytes`` would exceed the budget, or 0.
+
+        The present snapshot of the same model and degree counts as replaced; None replaces none.
+        """
         others_bytes = self.used_bytes
         if of is not None:
             others_bytes -= self._reserved_bytes.get(of, 0)
@@ -140,7 +147,10 @@ class SnapshotCache:
     def put(
         self, of: SnapshotId, fd: int, digest: str, self_check: tuple[int, ...] = ()
     ) -> CachedSnapshot:
-        """Add ``fd`` for good, unless an identical snapshot is present; drop the reservation."""
+        """Add the snapshot behind ``fd`` and drop the reservation; the cache then owns ``fd``.
+
+        An identical present snapshot is kept instead.
+        """
         self.release(of)
         old = self._snapshots.get(of)
         num_bytes = os.fstat(fd).st_size
@@ -180,10 +190,11 @@ class SnapshotCache:
             self.drop(snapshot_id)
 
     def touch(self, model: str, at: float | None = None, degree: int | None = None) -> None:
-        """Record a use of the model, now or ``at`` (wall-clock seconds), on a device of ``degree``.
+        """Record a use of the model, now or ``at`` (wall-clock seconds).
 
-        A use now is later than all uses before, also after the clock has been set back: otherwise
-        the models used since would be evicted first.
+        ``degree`` is that of the device, None if no device was used. A use now is later than all
+        uses before, also after the clock has been set back: otherwise the models used since would
+        be evicted first.
         """
         used_at = self._now() if at is None else at
         if at is None and used_at < self._latest_at:
@@ -198,7 +209,11 @@ class SnapshotCache:
         return self._last_used_at.get(model)
 
     def last_use_of(self, of: SnapshotId) -> float:
-        """Return the last use of a snapshot in wall-clock seconds, if unknown of its model."""
+        """Return the time of a snapshot's last use in wall-clock seconds.
+
+        A snapshot that no device has used counts as used when its model was before; with one
+        snapshot only, every use of the model counts.
+        """
         model_at = self._last_used_at.get(of.model, 0.0)
         return self._uses.get(of, model_at) if len(self.of_model(of.model)) > 1 else model_at
 
@@ -235,7 +250,10 @@ def _is_same(snapshot: CachedSnapshot, other: CachedSnapshot) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[K]):
-    """A snapshot of ``num_bytes``, named by ``key``; ``last_used_at`` is wall-clock seconds."""
+    """A snapshot of ``num_bytes``; ``last_used_at`` is wall-clock seconds.
+
+    ``key`` names the snapshot, or its model.
+    """
 
     key: K
     num_bytes: int
@@ -245,7 +263,11 @@ class Candidate(Generic[K]):
 
 
 def choose_victims(candidates: Sequence[Candidate[K]], short_bytes: int) -> list[K] | None:
-    """Return idle snapshots to evict, least recently used first; None if too few."""
+    """Return the snapshots to evict for ``short_bytes``, None if too few.
+
+    Pinned and busy snapshots stay. Least recently used snapshots go first; a chosen
+    snapshot stays nevertheless if the other chosen snapshots suffice.
+    """
     idle = [each for each in candidates if not (each.is_pinned or each.is_busy)]
     chosen: list[Candidate[K]] = []
     freed_bytes = 0
@@ -303,7 +325,7 @@ class CacheSetting:
     """The origin of the model cache's size, for messages.
 
     ``file`` is the configuration, ``why`` the arithmetic of a size that was worked out, and
-    ``most_bytes`` the largest size that a reload accepts, None for no limit.
+    ``most_bytes`` the largest size that a reload of the configuration accepts, None for no limit.
     """
 
     file: Path | None = None
@@ -315,8 +337,9 @@ class HostMemoryBudget:
     """Frees memory in ``cache``, least recently used snapshots first.
 
     A snapshot stays while its model is pinned, while the snapshot ``is_in_use``, or while held.
-    ``release`` takes a snapshot out of use at once, and returns an awaitable of the end of all
-    mappings. ``change`` is set, and replaced, when a snapshot may have become evictable.
+    ``release`` takes a snapshot out of use at once, and returns an awaitable of the moment when no
+    worker maps the snapshot. ``change`` is set, and replaced, when a snapshot may have become
+    evictable.
     """
 
     def __init__(
@@ -366,7 +389,11 @@ class HostMemoryBudget:
         return Space.LATER if self._would_fit(of, num_bytes) else Space.NEVER
 
     def check(self, of: SnapshotId, num_bytes: int) -> int:
-        """Return the bytes to evict for a snapshot of ``num_bytes``, or raise CacheFull."""
+        """Check that a snapshot of ``num_bytes`` would fit after evictions.
+
+        Returns the bytes that the evictions would free. Raises CacheFull: pinned and used snapshots
+        leave too little.
+        """
         others = self._candidates(of)
         victims = choose_victims(others, self._cache.short_bytes(of, num_bytes))
         if victims is None:
@@ -374,7 +401,10 @@ class HostMemoryBudget:
         return sum(other.num_bytes for other in others if other.key in victims)
 
     async def reserve(self, of: SnapshotId, num_bytes: int) -> None:
-        """Reserve memory for a held snapshot, evicting others, or raise CacheFull."""
+        """Reserve memory for a held snapshot, evicting others.
+
+        Raises CacheFull: pinned and used snapshots leave too little.
+        """
         leaving = self._leaving.get(of)
         if leaving is not None:
             await asyncio.shield(leaving)
@@ -384,7 +414,10 @@ class HostMemoryBudget:
             self._cache.reserve(of, num_bytes)
 
     async def drop(self, model: str) -> None:
-        """Drop a model's snapshots from host memory, or raise Refused if they must stay."""
+        """Drop a model's snapshots of all degrees that are in host memory.
+
+        Raises Refused: a snapshot is pinned, in use, or loading; all stay.
+        """
         async with self._evicting:
             present = self._cache.of_model(model)
             if model in self._cache.pinned:
@@ -408,6 +441,7 @@ class HostMemoryBudget:
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
     async def _evict_for(self, of: SnapshotId, num_bytes: int) -> bool:
+        """Evict snapshots until ``num_bytes`` fit; return False if too few can be evicted."""
         while (short_bytes := self._cache.short_bytes(of, num_bytes)) > 0:
             victims = choose_victims(self._candidates(of), short_bytes)
             if victims is None:
@@ -467,6 +501,7 @@ class HostMemoryBudget:
         ]
 
     def _would_fit(self, of: SnapshotId, num_bytes: int) -> bool:
+        """Return whether the snapshot would fit after evicting all other unpinned snapshots."""
         return num_bytes <= self._cache.budget_bytes - self._bytes_of(of, pinned=True)
 
     def _bytes_of(self, of: SnapshotId, *, pinned: bool) -> int:
@@ -503,6 +538,7 @@ class HostMemoryBudget:
         return CacheFull(text, f"{unpin}{self._raise_it(of, num_bytes)}")
 
     def _raise_it(self, of: SnapshotId, num_bytes: int) -> str:
+        """Return how to make the cache large enough for a snapshot beside the pinned snapshots."""
         needed_bytes = num_bytes + self._bytes_of(of, pinned=True)
         setting = self._setting()
         if setting.most_bytes is not None and needed_bytes > setting.most_bytes:

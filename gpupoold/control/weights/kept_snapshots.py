@@ -39,8 +39,8 @@ _MAX_LABEL_BYTES = 1 << 16
 class SavedSnapshots:
     """The registered models' snapshots in a folder, within a byte budget; no snapshots at 0 bytes.
 
-    Snapshots are saved in the background; a failure never fails a load. ``look_up`` comes first.
-    After a decrease of ``budget_bytes``, call ``shrink``.
+    Snapshots are saved in the background; a failure never fails a load. After a decrease of
+    ``budget_bytes``, call ``shrink``.
     """
 
     def __init__(self, folder: Path, budget_bytes: int, keys: SnapshotKeys) -> None:
@@ -51,13 +51,21 @@ class SavedSnapshots:
         self._shrinking: set[asyncio.Task[None]] = set()
 
     async def look_up(self, model: ModelToLoad, ready: WorkerReady, degree: int = 1) -> int | None:
-        """Return the bytes of a worker's saved snapshot, None without one."""
+        """Return the bytes of the model's saved snapshot for such a worker of ``degree`` GPUs, None
+        without one.
+
+        ``read`` and ``keep`` then refer to this snapshot.
+        """
         if await self._keys.note(model, ready, degree) is None:
             return None
         return (await self.sizes()).get(SnapshotId(model.name, degree))
 
     async def read(self, of: SnapshotId, nodes: Sequence[int]) -> SavedSnapshot | None:
-        """Return a saved snapshot, each GPU's part on its node, or None; the caller owns it."""
+        """Return a saved snapshot, or None; the caller owns the descriptor.
+
+        The part of each GPU gets memory of one of the NUMA ``nodes``. ``look_up`` must have been
+        called before.
+        """
         key = self._keys.get(of)
         if key is None or not self.budget_bytes:
             return None
@@ -85,7 +93,7 @@ class SavedSnapshots:
         return self._keys.get(of)
 
     def keep(self, of: SnapshotId, snapshot: CachedSnapshot) -> None:
-        """Save a snapshot in the background."""
+        """Save a snapshot in the background; ``look_up`` must have been called before."""
         key = self._keys.get(of)
         if key is None or not self.budget_bytes:
             return
@@ -117,13 +125,19 @@ class SavedSnapshots:
                 self._files.drop(key)
 
     async def tidy(self, wanted: Iterable[SnapshotId]) -> None:
-        """Delete files of no model, when all ``wanted`` snapshots have been looked up."""
+        """Delete files that belong to no model, for example of changed checkpoints.
+
+        Has no effect before all ``wanted`` snapshots have been looked up.
+        """
         keys = self._keys.all()
         if self.budget_bytes and all(of in keys for of in wanted):
             await asyncio.to_thread(self._files.remove_others, lambda: self._keys.all().values())
 
     def shrink(self, last_use_of: Callable[[SnapshotId], float]) -> None:
-        """Delete files beyond a smaller budget in the background, the least recently used first."""
+        """Delete files beyond a smaller budget in the background.
+
+        Files of unknown models go first, then the least recently used.
+        """
         used_at = {key: last_use_of(of) for of, key in self._keys.all().items()}
         task = asyncio.create_task(asyncio.to_thread(self._fit, used_at), name="shrink-snapshots")
         self._shrinking.add(task)
@@ -180,12 +194,12 @@ def _close(reading: asyncio.Future[SavedSnapshot | None]) -> None:
 
 
 def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page_bytes: int) -> str:
-    """Return a hex digest of all inputs of the model's snapshot, to be called before it is read.
+    """Return a hex digest of all inputs of the model's snapshot.
 
     The name of a group's device begins with the number of its GPUs. A checkpoint counts by paths,
-    sizes and modification times of its files, without hidden files.
-
-    Raises Failed: the checkpoint's folder cannot be read.
+    sizes and modification times of its files, without hidden files. To be called before the engine
+    reads the files, because a later change would go unnoticed. Raises Failed: the checkpoint's
+    folder cannot be read.
     """
     try:
         files = sorted(_checkpoint_files(model.path))
@@ -199,7 +213,11 @@ def snapshot_key(model: ModelToLoad, engine_version: str, device_name: str, page
 
 
 def kv_identity(model: ModelToLoad, snapshot_key: str | None) -> str:
-    """Return a digest of all that decides on a model's KV, empty without the snapshot's key."""
+    """Return a digest of all that decides on a model's KV, empty without the snapshot's key.
+
+    The key says which files the snapshot was made of, and with which options; the present options
+    may be others.
+    """
     if snapshot_key is None:
         return ""
     return blake3(msgspec.json.encode((snapshot_key, _decisive(model)))).hexdigest()
@@ -212,7 +230,10 @@ class SnapshotKeys:
         self._keys: dict[SnapshotId, str] = {}
 
     async def note(self, model: ModelToLoad, ready: WorkerReady, degree: int = 1) -> str | None:
-        """Examine a checkpoint; return the key for such a worker, None for an unreadable folder."""
+        """Examine a model's checkpoint; return the key for such a worker of ``degree`` GPUs.
+
+        Returns None, with a line in the log, if the folder cannot be read.
+        """
         of = SnapshotId(model.name, degree)
         try:
             key = await asyncio.to_thread(
@@ -245,6 +266,7 @@ def _decisive(model: ModelToLoad) -> list[tuple[str, object]]:
 
 
 def _checkpoint_files(folder: str) -> Iterator[tuple[bytes, int, int]]:
+    """Yield relative path, bytes and mtime in ns of each file; links to folders may loop."""
     seen = set()
     for parent, folders, names in os.walk(folder, onerror=_reraise, followlinks=True):
         status = os.stat(parent)
@@ -307,9 +329,13 @@ class _Unfit(Exception):
 
 
 class StoredSnapshots:
-    """Keeps the cache's snapshots in the service manager, if any, and restores valid ones."""
+    """Stores the cache's snapshots in the service manager, and restores snapshots at the start.
+
+    Has no effect without a service manager.
+    """
 
     def __init__(self, store: FdStore, keys: SnapshotKeys) -> None:
+        """Examine the returned descriptors; close the descriptors of invalid snapshots."""
         self._store = store
         self._keys = keys
         self._names: dict[int, str] = {}  # by the descriptor of the snapshot in this process
@@ -318,7 +344,10 @@ class StoredSnapshots:
         self._sort_out()
 
     def store(self, of: SnapshotId, snapshot: CachedSnapshot) -> None:
-        """Store a snapshot unless stored already; after a failure it ends with the daemon."""
+        """Store a snapshot unless stored already.
+
+        A failure is logged: the snapshot then ends with the daemon.
+        """
         key = self._keys.get(of)
         if snapshot.fd in self._names or key is None or not self._store.is_there:
             return
@@ -415,7 +444,10 @@ class StoredSnapshots:
 
 
 def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
-    """Return the snapshot and its label, distinguished by seals, or raise _Unfit or OSError."""
+    """Return the snapshot and its label, distinguished by their seals.
+
+    Raises _Unfit, OSError: the descriptors are no valid snapshot with a label.
+    """
     labels = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED]
     snapshots = [fd for fd in fds if _seals(fd) & _FIXED == _FIXED & ~fcntl.F_SEAL_WRITE]
     if len(labels) != 1 or len(snapshots) != 1 or len(fds) != 2:
@@ -435,10 +467,12 @@ def _checked(name: str, fds: Sequence[int]) -> _StoredSnapshot:
 
 
 def _seals(fd: int) -> int:
+    """Return the seals; raise OSError for a descriptor that is no memfd."""
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
 
 
 def _sealed(data: bytes) -> int:
+    """Return a memfd with ``data``, sealed against all changes."""
     fd = os.memfd_create("gpupool-label", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(fd, "wb", closefd=False) as file:

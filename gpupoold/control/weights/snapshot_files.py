@@ -99,7 +99,11 @@ class SnapshotFiles:
         self._writing = threading.Lock()
 
     def save(self, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]) -> None:
-        """Write the snapshot behind the caller's ``fd``, completely or not at all, else Failed."""
+        """Write the snapshot behind the memfd ``fd``, which the caller keeps, completely or not
+        at all.
+
+        Raises Failed: the disk is full, or writing failed.
+        """
         path = self._path(key)
         draft = path.with_name(path.name + _DRAFT_SUFFIX)
         num_bytes = os.fstat(fd).st_size
@@ -141,7 +145,11 @@ class SnapshotFiles:
         _remove(self._path(key))
 
     def remove_others(self, wanted: Callable[[], Iterable[str]]) -> None:
-        """Delete leftovers and unwanted snapshots, by the keys wanted between two saves."""
+        """Delete the snapshots without one of the ``wanted`` keys, and leftovers of interrupted
+        saves.
+
+        The keys are asked for between two saves, because a saved snapshot may have a new key.
+        """
         with self._writing:
             keys = set(wanted())
             for path in self._folder.glob(f"*{_SNAPSHOT_SUFFIX}{_DRAFT_SUFFIX}"):
@@ -179,7 +187,12 @@ def _check_disk_space(path: Path, num_bytes: int) -> None:
 def _write_draft(
     draft: Path, key: str, fd: int, layout_digest: str, self_check: tuple[int, ...]
 ) -> None:
-    """Write the data, then the header with the magic. Raises OSError or ValueError."""
+    """Write the data, then the header: before, the file has no magic.
+
+    Raises:
+        OSError: writing failed.
+        ValueError: the snapshot is empty, or the self-check does not fit in the header.
+    """
     digests = []
     with (
         open(draft, "xb", buffering=0, opener=_private) as file,
@@ -213,6 +226,12 @@ def _private(path: str, flags: int) -> int:
 
 
 def _read(path: Path, key: str, nodes: Sequence[int]) -> SavedSnapshot:
+    """Return the snapshot in a new memfd.
+
+    Raises:
+        _Damaged: the file is damaged, or was saved under another key.
+        OSError: the file could not be read, or there is too little memory.
+    """
     with open(path, "rb", buffering=0) as file:
         header = _decode(os.pread(file.fileno(), _HEADER_BYTES, 0))
         if header.key != key:
@@ -233,6 +252,8 @@ def _read(path: Path, key: str, nodes: Sequence[int]) -> SavedSnapshot:
 
 
 def _fill(fd: int, source: int, header: _Header) -> None:
+    """Read the data of ``source`` into the memfd ``fd`` and verify the checksum."""
+
     def read_chunk(start: int) -> bytes:
         num_bytes = min(_CHUNK_BYTES, header.num_bytes - start)
         return _copy_chunk(fd, source, start, num_bytes)
@@ -261,6 +282,7 @@ def _copy_chunk(fd: int, source: int, start: int, num_bytes: int) -> bytes:
 
 
 def _combined(digests: Iterable[bytes]) -> str:
+    """Return the checksum of data whose chunks have these digests."""
     return blake3(b"".join(digests)).hexdigest()
 
 
@@ -280,6 +302,10 @@ def _write_at(fd: int, piece: memoryview, offset: int) -> None:
 
 
 def _encode(header: _Header) -> bytes:
+    """Return the 4096 bytes of a header.
+
+    Raises ValueError: the header is too long.
+    """
     text = msgspec.json.encode(header).ljust(_HEADER_BYTES - _TEXT_OFFSET)
     block = _MAGIC + blake3(text).digest() + text
     if len(block) > _HEADER_BYTES:
@@ -288,6 +314,10 @@ def _encode(header: _Header) -> bytes:
 
 
 def _decode(block: bytes) -> _Header:
+    """Parse the 4096 bytes of a header.
+
+    Raises _Damaged: the header is invalid, damaged or of another format.
+    """
     if len(block) < _HEADER_BYTES:
         raise _Damaged(f"only {len(block)} bytes")
     if not block.startswith(_MAGIC):
@@ -305,6 +335,7 @@ def _decode(block: bytes) -> _Header:
 
 
 def _remove(path: Path) -> None:
+    """Delete a file if present; a failure only wastes space."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

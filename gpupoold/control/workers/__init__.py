@@ -1,1 +1,4 @@
-"""The worker processes, one per device; owns no request."""
+"""The worker processes, one per device: start, orders, messages, roles.
+
+Imports ``fleet``, ``processes`` and ``weights``; owns no request.
+"""

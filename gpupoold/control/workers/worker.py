@@ -115,6 +115,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         self._drop_kv_host()
 
     def _drop_kv_host(self) -> None:
+        """Let go of the KV host cache of the latest process that came up."""
         worker = self._worker
         if worker.kv_host_fd is not None:
             os.close(worker.kv_host_fd)
@@ -171,7 +172,11 @@ class WorkerProcess(Supervised[m.FromWorker]):
         return replace(death, reason=f"{death.reason}; {fault}", is_of_device=True)
 
     def _spare_more(self) -> bool:
-        """Leave more of each GPU free from the next start on; return False at the limit."""
+        """Leave more of each GPU free from the next start on; return False at the limit.
+
+        Other programs took memory, or steps need more than the reserve: with the same pages the
+        next process would end too.
+        """
         ready, before = self._worker.ready, self._spare_bytes
         if ready is None:
             return False
@@ -299,7 +304,10 @@ def module_of(device: DeviceSettings) -> str:
 
 
 def arguments_of(settings: Settings, number: int, spare_bytes: int = 0) -> list[str]:
-    """Return the options of a device's worker; ``spare_bytes`` of each GPU stay free further."""
+    """Return the command-line options of a device's worker.
+
+    ``spare_bytes`` of each GPU stay free beside the reserve.
+    """
     device = settings.devices[number]
     reserve_bytes = settings.memory.reserve_for(device.kind)
     kept_bytes = reserve_bytes + spare_bytes
@@ -343,7 +351,11 @@ def arguments_of(settings: Settings, number: int, spare_bytes: int = 0) -> list[
 
 
 def engine_environment(settings: Settings) -> dict[str, str]:
-    """Return variables for threads, and for copies past the caches on emulated devices."""
+    """Return variables for the number of threads, and on emulated devices for copies in memory.
+
+    The C library then copies pieces of some MiB past the processor's caches, which the engine
+    needs; such copies are 1.5 times as fast.
+    """
     threads = os.environ.get("OMP_NUM_THREADS", str(compute_threads(settings)))
     found = {"OMP_NUM_THREADS": threads}
     if any(device.kind == "emulated" for device in settings.devices):
@@ -354,7 +366,11 @@ def engine_environment(settings: Settings) -> dict[str, str]:
 
 
 def compute_threads(settings: Settings) -> int:
-    """Return the threads per GPU of an emulated device; the daemon keeps a core."""
+    """Return the compute threads per GPU of an emulated device.
+
+    One core stays free for the daemon and the frontend, as in vLLM's API server: compute threads
+    spin, and a spinning thread without a core stalls all compute threads.
+    """
     return max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, _num_computing(settings)))
 
 
@@ -374,9 +390,11 @@ class WorkerIsDown(WorkerEnded):
 class Worker:
     """A worker and its awaited answers; ``process`` is None before the start.
 
-    The present or last process ``has_come_up`` when ready, and ``has_loaded`` the models of its
-    start. ``kv_host_fd`` is the KV host cache of the latest process that came up, for other workers
-    and for the next process. ``loads`` were ordered and not answered, which a worker does in order.
+    ``has_come_up`` is true if the present or last process has been ready, ``has_loaded`` if the
+    process has loaded the models of its start. ``loads`` has the loads of each model that were
+    ordered and not answered; a worker carries out loads in order. ``kv_host_fd`` is the descriptor
+    of the KV host cache of the latest process that came up, for other workers and for the next
+    process.
     """
 
     number: int
@@ -404,6 +422,7 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
+        """The process id; None while no process runs."""
         return None if self.process is None else self.process.pid
 
     @property

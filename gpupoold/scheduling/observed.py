@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 WINDOW = 256  # latest requests that count, per class
 MAX_MODELS = 1024
@@ -112,12 +111,15 @@ class RecentLengths:
 class _ModelHistory:
     """The lengths of one model, by class and of all."""
 
-    __slots__ = ("classes", "recent")
+    __slots__ = ("classes", "recent", "window")
 
     def __init__(self, window: int) -> None:
-        make = partial(RecentLengths, window)  # a log of events pickles the core
-        self.classes: defaultdict[int, RecentLengths] = defaultdict(make)
+        self.window = window
+        self.classes: dict[int, RecentLengths] = {}
         self.recent = RecentLengths(window)
+
+    def of_class(self, length_class: int) -> RecentLengths:
+        return self.classes.setdefault(length_class, RecentLengths(self.window))
 
 
 @dataclass(slots=True)
@@ -178,7 +180,7 @@ class OutputLengthPredictor:
             raise ValueError(f"an output has no negative length, got {num_output_tokens}")
         length_class = prompt_class(num_prompt_tokens)
         history = self._models.pop(model, None) or _ModelHistory(self.window)
-        history.classes[length_class].add(num_output_tokens)
+        history.of_class(length_class).add(num_output_tokens)
         history.recent.add(num_output_tokens)
         self._models[model] = history
         if len(self._models) > self.max_models:

@@ -114,7 +114,7 @@ class LateGraphs:
         self._set_sizes([*self._captured, size])
         complete = manager._capture_descs
         manager._capture_descs = {
-            mode: [one for one in descriptors if one not in self._known]
+            mode: [descriptor for descriptor in descriptors if descriptor not in self._known]
             for mode, descriptors in complete.items()
         }
         try:
@@ -124,7 +124,7 @@ class LateGraphs:
             raise
         manager._capture_descs = complete
         self._captured.append(size)
-        self._known.update(one for descriptors in complete.values() for one in descriptors)
+        self._known.update(*complete.values())
 
     def _set_sizes(self, sizes: list[int]) -> None:
         manager = self._manager

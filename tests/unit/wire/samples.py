@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpupoold.domain import DeviceActivity, DeviceFacts, ModelName, Priority, Targets
+from gpupoold.durations import GraphSizes
 from gpupoold.wire import messages as m
 
 MODEL = m.ModelToLoad(
@@ -129,6 +130,7 @@ MESSAGES: list[m.Message] = [
     m.TurnReport(7, "llama", 5.5, 6.25, {"llama": 0, "qwen": 15_000_000_000}),
     m.TurnReport(8, "llama", None, 6.25, {}),
     m.WrongAnswer("qwen-7b", (1, 2), (3, 4)),
+    m.GraphsCaptured("qwen-7b", GraphSizes(5, 2, 8, 0.75)),
     m.WorkerStatus(
         6.5, DeviceActivity("llama", 99, 1 << 30, 0, 0, 2, 1 << 20), 0.25, [MEMORY, MEMORY], 6.25
     ),

@@ -309,7 +309,7 @@ _ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     (
         _LATE_GRAPHS,
         "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager",
-        "_candidates _capture_descs compilation_config",
+        "_candidates _capture_descs compilation_config decode_query_len",
     ),
     (_FAMILIES, "vllm.config.VllmConfig", "compute_hash quant_config reasoning_config"),
     (
@@ -326,6 +326,8 @@ _SOURCES: tuple[tuple[str, str], ...] = (
         (_LATE_GRAPHS, f"vllm.v1.worker.gpu.{name}")
         for name in (
             "cudagraph_utils.CudaGraphManager._init_candidates",
+            "cudagraph_utils.CudaGraphManager.dispatch",
+            "dp_utils.dispatch_cg_and_sync_dp",
             "cudagraph_utils.CudaGraphManager.capture",
             "cudagraph_utils.ModelCudaGraphManager.capture",
             "cudagraph_utils.prepare_inputs_to_capture",

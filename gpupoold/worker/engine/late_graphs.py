@@ -1,8 +1,10 @@
 """CUDA graphs of an engine: of few sizes of batches at the load, of the others in idle moments.
 
 vLLM captures all sizes of its configuration in one call, and runs a batch with the graph of the
-next size. Here vLLM's manager knows the captured sizes only, so a batch between two of these is
-padded to the larger one until its own size is captured.
+next size. Here vLLM's manager knows the captured sizes only, so a batch of decode steps between two
+of these is padded to the larger one until its own size is captured. A batch with prompts is padded
+to its own size at any time, and runs without a graph before: with another padding, kernels may add
+its sums up in another order, and a request alone would not always have the same answer.
 
 A capture runs the model on dummy requests, whose block tables are zeros (the null block, which is
 on the device with the weights) and whose slots are -1 (nothing is written): vLLM does the same
@@ -22,7 +24,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker import workspace
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from gpupoold.durations import GraphSizes
 from gpupoold.worker.weights.stages import replaced
@@ -65,6 +69,8 @@ class LateGraphs:
         self._captured: list[int] = []
         self._left: list[int] = []
         self._known: set[Any] = set()
+        self._all_candidates = manager._candidates
+        self._dispatch = manager.dispatch
         self.sizes = GraphSizes()
         self.reserved_bytes = 0
         """Device memory for the sizes that are captured after the load, from the load on."""
@@ -79,6 +85,8 @@ class LateGraphs:
             taken.append(free_bytes - _free_bytes())
         self._left = [size for size in sizes if size not in first]
         self.sizes = GraphSizes(len(first), num_left=len(self._left))
+        if self._left:
+            self._manager.dispatch = self._dispatch_padded  # type: ignore[method-assign]
         # The largest size also has the activations, which the others share.
         each = statistics.median_high(taken[1:] or taken)
         self.reserved_bytes = max(_LEAST_BYTES, each) * len(self._left)
@@ -94,6 +102,8 @@ class LateGraphs:
         try:
             self._add(size)
             done = 1
+            if not self._left:
+                self._manager.dispatch = self._dispatch  # type: ignore[method-assign]
         except Exception:
             _logger.exception("no graphs for %d tokens, nor for further sizes", size)
             self._left.clear()
@@ -106,6 +116,25 @@ class LateGraphs:
             num_late=self.sizes.num_late + done,
             num_left=len(self._left),
             late_s=self.sizes.late_s + time.monotonic() - began_s,
+        )
+
+    def _dispatch_padded(
+        self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, **options: Any
+    ) -> BatchExecutionDescriptor:
+        """Return how to run a batch, as vLLM's manager does; see the module's docstring."""
+        batch = num_reqs, num_tokens, uniform_token_count
+        found = self._dispatch(*batch, **options)
+        if uniform_token_count == self._manager.decode_query_len:
+            return found
+        with replaced(self._manager, "_candidates", self._all_candidates):
+            wanted = self._dispatch(*batch, **options)
+        if wanted.num_tokens == found.num_tokens:
+            return found
+        return BatchExecutionDescriptor(
+            CUDAGraphMode.NONE,
+            wanted.num_tokens,
+            num_reqs,
+            num_active_loras=found.num_active_loras,
         )
 
     def _add(self, size: int) -> None:

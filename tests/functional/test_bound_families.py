@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from benchmarks.families.table import FAMILIES, family_named
 from benchmarks.families.workers import FamilyWorker
 from benchmarks.fine_tunes import fine_tune, limit_engines
 from benchmarks.private_daemon import private_daemon
+from gpupoold.errors import Refused
 from gpupoold.scheduling import events as e
 from gpupoold.wire import messages as m
 from tests.conftest import ROOT
@@ -352,7 +354,14 @@ def test_siblings_in_a_daemon(plain: PlainVllm, tmp_path: Path) -> None:
                 answers = [threads.submit(ask, *one) for one in asked]
                 if number % 2:
                     pool.remove_model(resting)
-                    add(resting, paths[resting])
+                    while True:
+                        try:
+                            add(resting, paths[resting])
+                            break
+                        except Refused as error:
+                            if "wait until requests have ended" not in error.hint:
+                                raise
+                            time.sleep(0.5)  # all engines are in use
                 elif number:
                     os.kill(rng.choice([at.pid for at in pool.ps().devices if at.pid]), SIGKILL)
                 for one, answer in zip(asked, answers, strict=True):

@@ -32,6 +32,8 @@ Copy = Callable[[Path], Path]
 @pytest.fixture
 def refused(pool: PrivateDaemon) -> Iterator[Callable[..., GpupoolError]]:
     """Tries to add a model and returns the daemon's error; all traces must be gone after it."""
+    with pool.client() as client:  # the last model may just have been loaded
+        until(lambda: all(row.weights_total_bytes for row in client.ps().models))
     before = Traces.of(pool)
 
     def add(source: Path, name: str = "unwanted", **options: Any) -> GpupoolError:

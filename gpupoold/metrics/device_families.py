@@ -196,15 +196,16 @@ def _memory(scrape: Scrape) -> Iterator[Family]:
 def _engines(scrape: Scrape) -> Iterator[Family]:
     gauge_of = one_each(gauge, "device", scrape.devices())
     hosts, room = scrape.control_plane.fleet.hosts, scrape.control_plane.lifecycle.room
+    engines = [
+        (number, model, host)
+        for number, worker in scrape.devices()
+        for model, host in hosts.engines_on(worker.number).items()
+    ]
     yield gauge(
         "device_engine_bytes",
         "Memory of engines outside the device's pages, measured at their loads, by model.",
         ("device", "model"),
-        (
-            ((number, model), host.memory.device_bytes)
-            for number, worker in scrape.devices()
-            for model, host in hosts.engines_on(worker.number).items()
-        ),
+        (((number, model), host.memory.device_bytes) for number, model, host in engines),
     )
     yield gauge(
         "device_engine_load_seconds",
@@ -212,8 +213,7 @@ def _engines(scrape: Scrape) -> Iterator[Family]:
         ("device", "model", "stage"),
         (
             ((number, model, stage), seconds)
-            for number, worker in scrape.devices()
-            for model, host in hosts.engines_on(worker.number).items()
+            for number, model, host in engines
             for stage, seconds in host.load.by_name().items()
         ),
     )
@@ -223,8 +223,7 @@ def _engines(scrape: Scrape) -> Iterator[Family]:
         ("device", "model", "captured"),
         (
             ((number, model, captured), getattr(host.graphs, f"num_{captured}"))
-            for number, worker in scrape.devices()
-            for model, host in hosts.engines_on(worker.number).items()
+            for number, model, host in engines
             for captured in ("first", "late", "left")
         ),
     )
@@ -232,11 +231,7 @@ def _engines(scrape: Scrape) -> Iterator[Family]:
         "device_engine_late_capture_seconds",
         "Time of the captures after the load of each present engine.",
         ("device", "model"),
-        (
-            ((number, model), host.graphs.late_s)
-            for number, worker in scrape.devices()
-            for model, host in hosts.engines_on(worker.number).items()
-        ),
+        (((number, model), host.graphs.late_s) for number, model, host in engines),
     )
     yield gauge_of(
         "device_engine_limit_bytes",

@@ -208,10 +208,9 @@ def _first(
     def fitting(reason: HostingReason) -> list[HostingDevice]:
         return [device for device in candidates if victims(model, device, reason) is not None]
 
-    for device in candidates if is_hosted else ():
-        is_home = device.number == model.home
-        if is_home and victims(model, device, HostingReason.HOME) is not None:
-            return [HostingChoice(device.number, HostingReason.HOME)]
+    homes = [device for device in candidates if is_hosted and device.number == model.home]
+    if homes and victims(model, homes[0], HostingReason.HOME) is not None:
+        return [HostingChoice(homes[0].number, HostingReason.HOME)]
     if is_hosted and not model.is_late:
         return []
     reason = HostingReason.LATE if is_hosted else HostingReason.NEEDED

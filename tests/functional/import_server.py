@@ -42,9 +42,13 @@ _MAY_BE_ABSENT = ("GLIBC_TUNABLES", "OMP_NUM_THREADS")
 _PRELOADED = ["gpupoold.frontend.preload", "gpupoold.worker.process"]
 # What each fork imports when it begins, or with its first model: half a second of a core.
 _LATER = [
-    *("gpupoold.frontend.server", "gpupoold.worker.inspection", "gpupoold.worker.plugin"),
-    *("transformers.integrations.mistral.tokenizer", "transformers.models.mixtral"),
-    *("model_hosting_container_standards.sagemaker", "fastapi.staticfiles"),
+    "gpupoold.frontend.server",
+    "gpupoold.worker.inspection",
+    "gpupoold.worker.plugin",
+    "transformers.integrations.mistral.tokenizer",
+    "transformers.models.mixtral",
+    "model_hosting_container_standards.sagemaker",
+    "fastapi.staticfiles",
 ]
 _LATER_OF_VLLM = """
 entrypoints.anthropic.api_router entrypoints.cohere.api_router entrypoints.generate.api_router

@@ -226,9 +226,7 @@ async def test_adapters_answer_as_on_one_gpu(box: PrivateDaemon, adapter: Path) 
 async def test_answers_survive_the_death_of_a_rank(box: PrivateDaemon, rank: int) -> None:
     async with api_client(box.http_url) as api:
         alone = await undisturbed(api, ASKED, NUM_TOKENS)
-        streams = [Background(api, name, text, NUM_TOKENS) for name, text in ASKED]
-        for stream in streams:
-            await stream.started()
+        streams = await started(api)
         before = pids_of(box)
         os.kill(before[rank], signal.SIGKILL)
         answers = await asyncio.wait_for(
@@ -256,9 +254,7 @@ async def test_answers_survive_the_death_of_a_rank_in_a_load(
 
     async with api_client(box.http_url) as api:
         alone = await undisturbed(api, ASKED, NUM_TOKENS)
-        streams = [Background(api, name, text, NUM_TOKENS) for name, text in ASKED]
-        for stream in streams:
-            await stream.started()
+        streams = await started(api)
         before = pids_of(box)
         adding = asyncio.create_task(asyncio.to_thread(add))
         await eventually(lambda: bool(stage()))
@@ -275,6 +271,14 @@ async def test_answers_survive_the_death_of_a_rank_in_a_load(
         assert await undisturbed(api, [("late", ASKED[1][1])], NUM_TOKENS) == alone[1:2]
     with box.client() as client:
         client.remove_model("late")
+
+
+async def started(api: AsyncOpenAI) -> list[Background]:
+    """Ask in the background; return when each answer has begun."""
+    streams = [Background(api, name, text, NUM_TOKENS) for name, text in ASKED]
+    for stream in streams:
+        await stream.started()
+    return streams
 
 
 async def together(api: AsyncOpenAI, models: Sequence[str]) -> list[Answer]:

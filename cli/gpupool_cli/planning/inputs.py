@@ -129,7 +129,13 @@ def host_wishes(
     """Return the budgets of a simulated box as given by options."""
     num_bytes, own_bytes = (None, ()) if engines is None else engines
     return HostWishes(
-        *(kv_host, model_cache, num_bytes, engines_limit, engine_load, prefix_cache, own_bytes),
+        kv_host,
+        model_cache,
+        num_bytes,
+        engines_limit,
+        engine_load,
+        prefix_cache,
+        own_bytes,
         far_share,
     )
 

@@ -292,8 +292,7 @@ def _more_columns(rows: Sequence[RunRow]) -> list[tuple[Column, Callable[[RunRow
     """Return the columns that only some experiments need, with functions for the cells."""
     more: list[tuple[Column, Callable[[RunRow], str]]] = []
     if any("active_models_mean" in row for row in rows):
-        text = "{active_models_mean:.2f}".format_map
-        more.append((_ACTIVE, lambda row: text(row) if "active_models_mean" in row else NOTHING))
+        more.append((_ACTIVE, _active))
     if any("num_preemptions" in row for row in rows):
         more.append((_PREEMPTED, lambda row: str(row.get("num_preemptions", 0))))
     if any(row.get("engine_loads") or row.get("engine_takeovers") for row in rows):
@@ -316,6 +315,10 @@ def _more_columns(rows: Sequence[RunRow]) -> list[tuple[Column, Callable[[RunRow
         )
         more += zip(_BURST, bursts, strict=True)
     return more
+
+
+def _active(row: RunRow) -> str:
+    return f"{row['active_models_mean']:.2f}" if "active_models_mean" in row else NOTHING
 
 
 def _cells(row: RunRow) -> list[str]:

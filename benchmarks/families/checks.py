@@ -146,7 +146,6 @@ class GroupCheck:
             yield worker
         finally:
             if worker.process.poll() is None:
-                worker.process.terminate()
                 worker.kill()
 
     def _load_first(self, worker: FamilyWorker) -> None:

@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from benchmarks.families.family import Family
 from benchmarks.families.prompts import Prompt, decoded_features
 from gpupoold.control.live_requests import LiveRequest
@@ -17,7 +15,6 @@ from gpupoold.control.requests.core_shell import arrived
 from gpupoold.domain import Targets
 from gpupoold.scheduling.events import Action, Ended, Send
 from gpupoold.wire import messages as m
-from tests.functional.import_server import forked_for
 from tests.functional.worker_peer import Snapshot, WorkerPeer, encode_request
 
 _KV_HOST_BYTES = 64 << 20
@@ -168,9 +165,7 @@ class FamilyWorker(WorkerPeer):
 
     def kill(self, rank: int = 0) -> None:
         """End the process of a rank with SIGKILL; the others end by themselves."""
-        leader = psutil.Process(self.process.pid)
-        if (pid := forked_for(leader.cmdline())) is not None:  # in tests
-            leader = psutil.Process(pid)
+        leader = self.leader()
         ranks = [leader, *leader.children()]
         assert len(ranks) > rank, f"rank {rank} has ended before"
         ranks[rank].kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from benchmarks.private_daemon import daemon_environment
 from gpupoold.control.live_requests import LiveRequest
@@ -32,6 +35,7 @@ from gpupoold.scheduling.invariants import check_state
 from gpupoold.scheduling.policies.named import PolicyOptions, make_policy
 from gpupoold.wire import messages as m
 from gpupoold.wire.channel import BlockingChannel, ChannelClosed
+from tests.functional.import_server import forked_for
 
 _START_TIMEOUT_S = 120.0
 _CALL_TIMEOUT_S = 120.0
@@ -130,6 +134,7 @@ class WorkerPeer:
             self._note(message)
             if isinstance(message, kind):
                 return message
+        self._show_stacks()
         raise TimeoutError(f"no {kind} within {timeout_s} s")
 
     def load(
@@ -208,7 +213,9 @@ class WorkerPeer:
         deadline_s = time.monotonic() + timeout_s
         while not set(request_ids) <= set(self.ended):
             running = set(request_ids) - set(self.ended)
-            assert time.monotonic() < deadline_s, f"still running: {running}"
+            if time.monotonic() >= deadline_s:
+                self._show_stacks()
+                raise TimeoutError(f"still running: {running}")
             self.pump(0.5)
 
     def pump(self, timeout_s: float) -> None:
@@ -247,6 +254,20 @@ class WorkerPeer:
             self.process.kill()
             self.process.wait()
             self.forget()
+
+    def _show_stacks(self) -> None:
+        """End the processes of a worker that does not answer, which write their stacks."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            leader = self.leader()
+            for one in [*leader.children(), leader]:
+                one.send_signal(signal.SIGABRT)
+            psutil.wait_procs([leader], timeout=_STOP_TIMEOUT_S)
+
+    def leader(self) -> psutil.Process:
+        """Return the process of rank 0; the other ranks are its children."""
+        leader = psutil.Process(self.process.pid)
+        pid = forked_for(leader.cmdline())  # in tests
+        return leader if pid is None else psutil.Process(pid)
 
     def forget(self) -> None:
         """Close the descriptors of a process that has ended."""

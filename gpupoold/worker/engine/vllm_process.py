@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers import rotary_embedding, vocab_parallel_embedding
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
@@ -217,11 +219,15 @@ def tracing_alone(turns: TurnThread) -> Iterator[None]:
 
     vLLM traces the modules of Transformers to replace parts of them. Meanwhile torch's tracer
     replaces the call of modules in the whole process, so that a step of another model would fail.
+
+    A step traces too if a function is compiled in it. Its thread cannot wait for itself: on a group
+    the leader's order to wait would stop the followers, whose next step the leader waits for.
     """
-    trace = fx.Tracer.trace
+    trace, loader = fx.Tracer.trace, threading.get_ident()
 
     def trace_alone(tracer: fx.Tracer, *arguments: Any, **options: Any) -> fx.Graph:
-        with turns.held():
+        is_step = threading.get_ident() != loader
+        with contextlib.nullcontext() if is_step else turns.held():
             return trace(tracer, *arguments, **options)
 
     with replaced(fx.Tracer, "trace", trace_alone):
@@ -330,6 +336,7 @@ class PooledMemory:
     def init_device(self) -> None:
         """Create the process groups that all models share, then initialise as vLLM does."""
         bound_logprobs()
+        keep_from_compiling()
         ensure_process_groups(self.distributed_init_method, self.local_rank)
         super().init_device()  # type: ignore[misc]
 
@@ -410,14 +417,24 @@ def make_snapshot(name: str, load: ModelLoad, config: VllmConfig) -> HostBuffer:
     return snapshot
 
 
+def keep_from_compiling() -> None:
+    """Run two small functions of vLLM as they are written; again has no effect.
+
+    vLLM compiles each when a step first calls it, and again when a load has changed the default
+    dtype of the process: all steps wait, for 5 s where the code is in no cache. The functions are
+    the count of ranks of log-probabilities, and the choice of a rank's rows of the embedding.
+    """
+    sampler.batched_count_greater_than = count_not_less
+    masked_input = vocab_parallel_embedding.get_masked_input_and_mask
+    vocab_parallel_embedding.get_masked_input_and_mask = inspect.unwrap(masked_input)
+
+
 def bound_logprobs() -> None:
     """Change both of vLLM's model runners; again has no effect.
 
-    vLLM compiles its count of ranks at the first request with log-probabilities: all steps of the
-    process wait for 5 s. Its first runner also takes the logits of all prompt tokens of a step in
-    one piece, 3 GB for 2,048 tokens of a vocabulary of 152,000, which no profiling run has seen.
+    Its first runner takes the logits of all prompt tokens of a step in one piece, 3 GB for 2,048
+    tokens of a vocabulary of 152,000, which no profiling run has seen.
     """
-    sampler.batched_count_greater_than = count_not_less
     prompt_logprob.CHUNK_SIZE = MAX_ROWS
     runner = gpu_model_runner.GPUModelRunner
     if not hasattr(runner._get_prompt_logprobs_dict, "__wrapped__"):

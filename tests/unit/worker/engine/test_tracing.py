@@ -45,3 +45,12 @@ def test_steps_wait_for_the_tracer() -> None:
         tracing.result()
     assert probe.seen == [True, False]
     assert fx.Tracer.trace.__name__ == "trace"
+
+
+def test_a_trace_of_another_thread_waits_for_nobody() -> None:
+    """A step that compiles a function traces it, while a load reads a model."""
+    turns = TurnThread()
+    probe = Probe(turns)
+    with tracing_alone(turns), ThreadPoolExecutor(1) as threads:
+        threads.submit(fx.Tracer().trace, probe).result(timeout=60)
+    assert probe.seen == [False]

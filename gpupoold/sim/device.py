@@ -183,7 +183,7 @@ class SimDevice:
         self.memory.receive_kv(model, live.context_tokens)
         self.requests.attaching.append(live)
         if self.turn is not None and self.turn.model == model and now_s >= self._began_s:
-            delay_s, moved = self.memory.switch_in(model, now_s)
+            delay_s, moved = self.memory.switch_in(model, now_s, is_on_turn=True)
             self.tally.moved_bytes += moved
             self.memory.take_moved(model)  # not part of a switch: the model's turn continues
             self._queue.schedule(now_s + delay_s, lambda: self._join(live))
@@ -457,6 +457,7 @@ class SimDevice:
         return self.requests.remove(live)
 
     def _report_memory(self) -> None:
+        self.tally.moved_bytes -= self.memory.take_given_up()
         if changes := self.memory.take_changes():
             self._report(e.MemoryChanged(self.number, changes))
 

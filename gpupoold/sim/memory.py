@@ -34,19 +34,26 @@ PAGE_BYTES = 8 << 20
 """The default size of a page on CUDA, the unit in which weights are evicted."""
 # Smaller pieces are not prefetched, unless a model lacks less.
 _LEAST_PIECE_BYTES = 64 << 20
+# A worker queues two batches of pages; what is queued still arrives when a prefetch ends.
+_QUEUED_BYTES = 2 * 32 * PAGE_BYTES
 # As a worker's guess: the part of its KV by which the present model may grow during a turn.
 _GROWTH_SHARE = 0.25
 
 
 @dataclass(slots=True)
 class _Held:
-    """``weight_bytes`` are on the device or on the way."""
+    """``weight_bytes`` are on the device or on the way.
+
+    The latest prefetch copies ``copied_bytes`` from ``begun_s`` to ``ready_s``.
+    """
 
     weight_bytes: int = 0
     kv_bytes: int = 0
     kv_host_bytes: int = 0
     last_used_s: float = 0.0
-    ready_s: float = 0.0  # when a prefetch of the weights ends
+    begun_s: float = 0.0
+    ready_s: float = 0.0
+    copied_bytes: int = 0
     moved: MovedBytes = field(default_factory=MovedBytes)
 
 
@@ -89,6 +96,7 @@ class SimMemory:
         self._now_s = 0.0  # of the latest switch or prefetch
         self._in_free_s = 0.0
         self._out_free_s = 0.0
+        self._given_up_bytes = 0
         self._changed: set[str] = set()
         self.has_evicted = False
         """True once weights or KV of a model have been evicted."""
@@ -189,17 +197,28 @@ class SimMemory:
         moved, held.moved = held.moved, MovedBytes()
         return moved
 
+    def take_given_up(self) -> int:
+        """Return the bytes of prefetches that were not copied after all, since the last call."""
+        num_bytes, self._given_up_bytes = self._given_up_bytes, 0
+        return num_bytes
+
     def take_changes(self) -> tuple[tuple[str, int], ...]:
         """Return pairs of model and missing bytes, for each change since the last call."""
         changes = tuple((name, self.missing_bytes(name)) for name in sorted(self._changed))
         self._changed.clear()
         return changes
 
-    def switch_in(self, name: str, now_s: float) -> tuple[float, int]:
-        """Make a model resident; return the seconds until then, and the moved bytes."""
+    def switch_in(self, name: str, now_s: float, *, is_on_turn: bool = False) -> tuple[float, int]:
+        """Make a model resident; return the seconds until then, and the moved bytes.
+
+        A prefetch of another model ends, unless the model ``is_on_turn`` already and lacks KV that
+        came meanwhile.
+        """
         held, model = self._held[name], self._models[name]
         held.last_used_s = self._now_s = now_s
-        self._next = None
+        if not is_on_turn:
+            self._give_up_prefetch(name, now_s)
+            self._next = None
         missing = self.missing_bytes(name)
         if not missing:
             return max(held.ready_s - now_s, 0.0), 0
@@ -220,6 +239,7 @@ class SimMemory:
         """
         held, model = self._held[name], self._models[name]
         self._now_s = now_s
+        self._give_up_prefetch(name, now_s)
         missing = self.missing_bytes(name)
         if not missing or name == current:
             return 0
@@ -237,9 +257,30 @@ class SimMemory:
         is_begun = held.weight_bytes == model.weight_bytes or held.moved.prefetched > 0
         overhead_s = 0.0 if is_begun else self._switch_overhead_s
         copied = self._take(name, held, taken, is_beside=True)
+        held.begun_s = max(out_s, self._in_free_s)
         held.ready_s = self._copy_in(model, copied, out_s, overhead_s)
-        held.last_used_s = now_s
+        held.copied_bytes, held.last_used_s = taken, now_s
         return taken
+
+    def _give_up_prefetch(self, wanted: str, now_s: float) -> None:
+        """End the prefetch of another model than ``wanted``; copies that wait are not made."""
+        held = self._held.get(self._next or "")
+        if held is None or self._next == wanted or held.ready_s <= now_s:
+            return
+        rate_bytes_per_s = held.copied_bytes / (held.ready_s - held.begun_s)
+        copied = rate_bytes_per_s * max(0.0, now_s - held.begun_s) + _QUEUED_BYTES
+        gone = min(held.copied_bytes - int(copied), held.weight_bytes, held.moved.weights)
+        if gone <= 0:
+            return
+        held.ready_s -= gone / rate_bytes_per_s
+        self._in_free_s -= gone / rate_bytes_per_s
+        self._given_up_bytes += gone
+        held.copied_bytes -= gone
+        held.weight_bytes -= gone
+        held.moved.weights -= gone
+        held.moved.prefetched -= min(gone, held.moved.prefetched)
+        self._used_bytes -= gone
+        self._changed.add(self._next or "")
 
     def add_kv(self, name: str, num_tokens: int) -> None:
         """Add KV for ``num_tokens`` tokens of a model, or free KV if negative."""

@@ -20,7 +20,7 @@ def test_kv_comes_in_behind_weights() -> None:
     assert one.switch_in("a", 0.0) == (1.0, 10 * GB)
     assert one.prefetch("b", "a", 1.0) == 10 * GB  # until 2
     one.receive_kv("a", 100)
-    ready_in_s, moved_bytes = one.switch_in("a", 1.5)
+    ready_in_s, moved_bytes = one.switch_in("a", 1.5, is_on_turn=True)
     assert ready_in_s == pytest.approx(2.1 - 1.5)
     assert moved_bytes == GB
 
@@ -52,7 +52,7 @@ def test_the_two_ways_do_not_wait_for_each_other() -> None:
     one.prefetch("b", "a", 1.0)
     assert one.send_kv("a", 1000, 1.0) == pytest.approx(2.0)
     ready_in_s, moved_bytes = one.switch_in("c", 1.0)
-    assert ready_in_s == pytest.approx(2.0)
+    assert ready_in_s == pytest.approx(1.0, abs=0.06), "behind the queued pages of b"
     assert moved_bytes == 10 * GB
 
 

@@ -101,6 +101,30 @@ def test_a_prefetch_is_waited_for_only_as_long_as_it_takes() -> None:
     assert one.switch_in("b", 7.0) == (0.0, 0)
 
 
+def test_a_prefetch_ends_when_another_model_is_next() -> None:
+    """After a third of the copy; half a gigabyte is queued and still arrives."""
+    one = memory(device_gb=130)
+    one.switch_in("a", 0.0)
+    one.take_moved("a")
+    assert one.prefetch("b", "a", 3.0) == 30 * GB
+    assert one.prefetch("c", "a", 4.0) == 30 * GB
+    given_up = one.take_given_up()
+    assert 19 * GB < given_up < 20 * GB
+    assert (one.missing_bytes("b"), one.prefetched_bytes) == (given_up, 60 * GB - given_up)
+    delay_s, moved = one.switch_in("c", 5.0)
+    assert (delay_s, moved) == (pytest.approx(2.0 + 0.1 * (20 - given_up / GB)), 0)
+    assert one.take_given_up() == 0, "the copy goes on for its own switch"
+
+
+def test_a_switch_does_not_wait_for_the_prefetch_of_another_model() -> None:
+    one = memory(device_gb=130)
+    one.switch_in("a", 0.0)
+    one.prefetch("b", "a", 3.0)
+    delay_s, moved = one.switch_in("c", 3.0)
+    assert (delay_s, moved) == (pytest.approx(3.0, abs=0.1), 30 * GB)
+    assert one.free_bytes == 130 * GB - 90 * GB + one.missing_bytes("b")
+
+
 def test_a_prefetch_takes_what_is_free_beside_the_model_on_its_turn() -> None:
     one = memory(device_gb=50)
     one.switch_in("a", 0.0)

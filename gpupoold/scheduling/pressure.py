@@ -18,6 +18,10 @@ from typing import NamedTuple
 _POWER = 4
 # A turn for a waiting request takes about so long.
 _LEAST_TURN_S = 0.25
+# Homes pay where the longest window is so many times the shortest, and models are busy for so much
+# of the time on average: swept over boxes and loads, see docs/internals/scheduling.md.
+_LEAST_SPREAD = 4.0
+_LEAST_BUSY = 0.8
 _NUM_SOURCES = 3
 _NUM_TARGETS = 4
 
@@ -77,14 +81,24 @@ def _load(device: HomeDevice, names: Iterable[str]) -> float:
     return sum(device.demands[name].load for name in names)
 
 
-def has_hurried(device: HomeDevice) -> bool:
-    """Return whether a model has a window of less than two absences for turns of another."""
-    largest = sorted(device.demands.values(), key=lambda demand: -demand.num_bytes)[:2]
+def homes_pay(device: HomeDevice) -> bool:
+    """Return whether requests should keep to homes, although other devices may be idle.
+
+    They should if a turn of another model is too long for a model in a hurry, targets differ so
+    that models can be apart from those, and no device is idle for long.
+    """
+    demands = device.demands.values()
+    largest = nlargest(2, demands, key=lambda demand: demand.num_bytes)
     if len(largest) < 2:
         return False
     absence_s = _absence_s(largest[0], largest[1], device)
-    is_exposed = absence_s > _LEAST_TURN_S
-    return is_exposed and any(demand.window_s < 2 * absence_s for demand in device.demands.values())
+    least_s, most_s = min(d.window_s for d in demands), max(d.window_s for d in demands)
+    return (
+        absence_s > _LEAST_TURN_S
+        and least_s < 2 * absence_s
+        and most_s >= _LEAST_SPREAD * least_s
+        and sum(demand.busy_share for demand in demands) >= _LEAST_BUSY * len(demands)
+    )
 
 
 def switching_shares(device: HomeDevice, names: Sequence[str]) -> dict[str, float]:

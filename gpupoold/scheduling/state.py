@@ -48,10 +48,13 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class PlannedHome:
-    """The device planned for a model, and the devices that may help while the home is full."""
+    """The device planned for a model, and the devices that may help while the home is full.
+
+    Without ``helpers`` the home is for the engine: requests go to any device.
+    """
 
     device: int
-    helpers: frozenset[int] = frozenset()
+    helpers: frozenset[int] | None = None
 
 
 @dataclass(slots=True, eq=False)

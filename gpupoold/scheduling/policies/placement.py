@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from gpupoold.domain import Role
-from gpupoold.scheduling.admission import admits
+from gpupoold.scheduling.admission import admits, is_alone
 from gpupoold.scheduling.policies.planned_turns import (
     FIRST_TOKEN_SHARE,
     LOAD_GRAIN,
@@ -46,8 +46,8 @@ def place(
 ) -> tuple[DeviceState, Rule]:
     """Choose the planned home while the home keeps up, else as :func:`choose`, among helpers.
 
-    Without a planned home, or if the home and its helpers are not among ``devices``, all devices
-    are eligible.
+    All devices are eligible without a planned home, or if the home and its helpers are not among
+    ``devices``. The home of an engine is chosen while it serves no other model.
     """
     planned = request.model.home
     if planned is None:
@@ -56,16 +56,20 @@ def place(
     able = able_devices(request.model, devices)
     if home is None:
         return choose(request, able, loads, homes, tuning)
-    if len(able) == 1 or (loads.of(home) <= tuning.full_load and admits(home, request)):
+    is_only = planned.helpers is not None and len(able) == 1
+    is_eligible = planned.helpers is not None or is_alone(request.model.name, home)
+    keeps_up = loads.of(home) <= tuning.full_load and admits(home, request)
+    if is_only or (is_eligible and keeps_up):
         return home, Rule.PLANNED_HOME
     return choose(request, able, loads, homes, tuning)
 
 
 def able_devices(model: Model, devices: Sequence[DeviceState]) -> Sequence[DeviceState]:
     """Return the model's planned home and its helpers of ``devices``, all without any."""
-    if model.home is None:
+    home = model.home
+    if home is None or home.helpers is None:
         return devices
-    numbers = model.home.helpers | {model.home.device}
+    numbers = home.helpers | {home.device}
     return [device for device in devices if device.number in numbers] or devices
 
 

@@ -30,7 +30,7 @@ from gpupoold.scheduling.pressure import (
     HomeDevice,
     ModelDemand,
     better_homes,
-    has_hurried,
+    homes_pay,
     switching_shares,
 )
 from gpupoold.scheduling.state import (
@@ -165,11 +165,10 @@ def _tokens_left(request: Request, state: State) -> float:
 
 
 class HomePlanner:
-    """Plans homes for models if switches between them may make answers late, or if not all devices
-    host all models.
+    """Plans homes for models where homes pay, or if not all devices host all models.
 
-    Otherwise a request is best placed by the loads of the moment. A home may lack the engine, which
-    is then loaded (:mod:`gpupoold.scheduling.hosting`).
+    Where homes do not pay, a request is best placed by the loads of the moment, and homes only
+    decide where engines are loaded (:mod:`gpupoold.scheduling.hosting`).
     """
 
     def __init__(self, lead_share: float) -> None:
@@ -186,21 +185,20 @@ class HomePlanner:
             return {}
         self._next_s = now_s + _PERIOD_S
         devices = [] if state.is_split else _devices(state, now_s, self._lead_share)
-        is_partly_hosted = any(model.hostable for model in state.models.values())
-        if is_partly_hosted or any(map(has_hurried, devices)):
+        pay = any(map(homes_pay, devices))
+        if pay or any(model.hostable for model in state.models.values()):
             self._homes = better_homes(self._homes, devices, _THRESHOLD)
         else:
             self._homes = {}
-        helpers = self._helpers(devices)
+        helpers = self._helpers(devices) if pay else {}
         planned = {
-            name: PlannedHome(number, frozenset(helpers[name]))
-            for name, number in self._homes.items()
+            name: PlannedHome(number, helpers.get(name)) for name, number in self._homes.items()
         }
         changed = {name: home for name, home in planned.items() if state.models[name].home != home}
         gone = [name for name, model in state.models.items() if model.home and name not in planned]
         return changed | dict.fromkeys(gone)
 
-    def _helpers(self, devices: Sequence[HomeDevice]) -> dict[str, set[int]]:
+    def _helpers(self, devices: Sequence[HomeDevice]) -> dict[str, frozenset[int]]:
         """Return the devices where switches to each model would take little time.
 
         Such switches make no answers of other models late either.
@@ -211,7 +209,7 @@ class HomePlanner:
             for name, share in switching_shares(device, here).items():
                 if name in helpers and share <= _HELPER_SWITCHING:
                     helpers[name].add(device.number)
-        return helpers
+        return {name: frozenset(numbers) for name, numbers in helpers.items()}
 
 
 def _devices(state: State, now_s: float, lead_share: float) -> list[HomeDevice]:

@@ -12,13 +12,16 @@ PERIOD_S = 2.5
 
 
 def driver(ttft_s: float, capacity_gb: int = 15) -> Driver:
-    """Two devices, three models of 10 GB; copies take a second for 10 GB."""
-    return Driver(
+    """Two devices, three models of 10 GB, one of them with ten times the target; copies take a
+    second for 10 GB."""
+    box = Driver(
         GpupoolPolicy(),
         num_devices=2,
         targets=Targets(ttft_s, 0.1),
         capacity_bytes=capacity_gb * GB,
     )
+    box.send(e.TargetsChanged("b", Targets(10 * ttft_s, 0.1)))
+    return box
 
 
 def serve(box: Driver, *names: str) -> dict[str, list[int]]:

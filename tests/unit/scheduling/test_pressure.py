@@ -11,7 +11,7 @@ from gpupoold.scheduling.pressure import (
     HomeDevice,
     ModelDemand,
     better_homes,
-    has_hurried,
+    homes_pay,
     pressure,
     switching_shares,
 )
@@ -70,7 +70,7 @@ def test_models_that_fit_together_add_their_loads() -> None:
     assert pressure(one, []) == 0.0
     assert pressure(one, ["a"]) == pytest.approx(0.4)
     assert pressure(one, ["a", "b"]) == pytest.approx(0.7)
-    assert not has_hurried(one)
+    assert not homes_pay(one)
 
 
 def test_a_home_is_near_the_snapshot() -> None:
@@ -90,7 +90,7 @@ def test_switches_cost_time_where_models_do_not_fit() -> None:
     assert pressure(one, ["a", "b"]) == pressure(one, ["b", "a"])
     assert switching_shares(one, ["a"])["b"] == pytest.approx(0.08)
     assert switching_shares(one, ["a", "b"])["b"] == pytest.approx(0.08)
-    assert not has_hurried(one)
+    assert not homes_pay(one)
 
 
 def test_a_model_that_is_rarely_busy_needs_few_switches() -> None:
@@ -102,7 +102,18 @@ def test_a_model_in_a_hurry_loses_its_absence() -> None:
     """The absence of 0.8 s and the other's turn is longer than the window of 0.7 s."""
     one = device(demand("a", busy=0.5, window_s=0.7), demand("b", window_s=10.0))
     assert pressure(one, ["a", "b"]) == pytest.approx(0.8 + 0.5 / 10 * (0.8 + 0.5 * 1.05))
-    assert has_hurried(one)
+    assert not homes_pay(one), "idle for a quarter of the time"
+
+
+def test_homes_pay_where_targets_differ_and_models_are_busy() -> None:
+    """The absence of a model is 1.05 s."""
+    hurried, patient = demand("a", window_s=1.4), demand("b", window_s=7.0)
+    assert homes_pay(device(hurried, patient))
+    assert not homes_pay(device(hurried))
+    assert not homes_pay(device(hurried, demand("b", window_s=5.0))), "nearly the same targets"
+    assert not homes_pay(device(hurried, demand("b", busy=0.5, window_s=7.0))), "often idle"
+    assert not homes_pay(device(demand("a", window_s=2.2), demand("b", window_s=9.0)))
+    assert not homes_pay(device(hurried, patient, capacity_gb=30.0)), "both fit"
 
 
 def test_seven_models_get_the_best_of_all_partitions() -> None:

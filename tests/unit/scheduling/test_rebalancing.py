@@ -86,6 +86,9 @@ def test_a_model_with_a_planned_home_stays_on_the_home_and_its_helpers() -> None
     driver.state.models["a"].home = PlannedHome(1, frozenset({2}))
     migrations = list(driver.core.policy.rebalance(driver.state, 0.0))
     assert {target.number for _, target in migrations} == {2}
+    driver.state.models["a"].home = PlannedHome(1)  # of the engine only
+    migrations = list(driver.core.policy.rebalance(driver.state, 0.0))
+    assert {target.number for _, target in migrations} == {3}
 
 
 def test_no_answer_moves_for_the_last_of_its_tokens() -> None:

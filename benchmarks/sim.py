@@ -1,8 +1,8 @@
 """All figures of the scheduler: ``make bench-sim`` writes ``build/bench-sim.json``.
 
-Sweeps the paper's figures and the recorded workloads with all policies, and compares the results
-with the requirements. The sweep of a policy ends when attainment has fallen below half, because
-larger loads are worse. With ``--plots DIR`` also draws the figures.
+Runs the paper's figures, the recorded workloads and the sweep of random boxes with all policies,
+and compares the results with the requirements. A policy is not run at larger loads once its
+attainment has fallen below half. With ``--plots DIR`` also draws the figures.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.decision_times import decision_times_s
 from benchmarks.papers import paper_figures
+from benchmarks.sweep import BETTER_BY, NUM_DRAWS, shown_losses, summary, sweep
 from gpupool_cli.planning.plot import save_plot
 from gpupoold.domain import Targets
 from gpupoold.errors import UsageError
@@ -67,8 +68,6 @@ ARTIFACT = {40: (1.0, 1.0), 60: (0.975, 0.964), 70: (0.909, 0.898)}
 SMALL_BOX, _NUM_SMALL_BOX_DRAWS = 0.95, 4
 # Required share of first tokens in time of one overloaded model, by requests/s.
 OVERLOAD = {6.0: 0.9, 7.0: 0.75, 8.0: 0.65}
-# Another policy does better if its attainment is higher by more than this.
-BETTER_BY = 0.002
 SLOW_SWITCH, SLOW_SWITCH_S = "aegaeon-fig11a-slow-switch", 3.0
 OWN_ENGINES, SHARED_ENGINES = "aegaeon-fig11a-own-engines", "aegaeon-fig11a-shared-engines"
 _NUM_FAMILIES = 8
@@ -101,18 +100,24 @@ def main() -> int:
         # What was measured so far can be kept by another run with ``--only``.
         arguments.out.write_text(json.dumps({"rows": rows}) + "\n")
     rows.sort(key=_place)
-    figures, goodputs = [*_figures(rows), *_speed()], _goodputs(rows)
+    drawn = (
+        [] if is_part else [row for rows in sweep(range(NUM_DRAWS), arguments.jobs) for row in rows]
+    )
+    figures, goodputs = [*_figures(rows), *_sweep_figures(drawn), *_speed()], _goodputs(rows)
     report = {
         "figures": figures,
         "goodput": goodputs,
         "papers": paper_figures(rows, goodputs, arguments.workloads),
         "below_another_policy": _losses(rows),
+        "sweep": summary(drawn),
+        "sweep_losses": shown_losses(drawn),
         "rows": rows,
         "wall_s": time.perf_counter() - started_s,
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.plots is not None:
         _plot(rows, panels, arguments.plots)
+    print(*shown_losses(drawn), sep="\n")
     for figure in figures:
         print("{figure}: asked {asked}, measured {measured}{mark}".format_map(_shown(figure)))
     return 0 if all(figure["reached"] for figure in figures) else 1
@@ -229,6 +234,12 @@ def _figures(rows: Sequence[RunRow]) -> Iterator[dict[str, Any]]:
     if (num_models := best.get((SLOW_SWITCH, "request-level"))) is not None:
         name = f"request-level with {SLOW_SWITCH_S:g} s more per load: models at 90 %"
         yield _figure(name, "to be reported", num_models, True)
+
+
+def _sweep_figures(rows: Sequence[RunRow]) -> Iterator[dict[str, Any]]:
+    for half in summary(rows):
+        name = f"draws {half['draws']} where another policy does better, of {half['num_draws']}"
+        yield _figure(name, 0, half["num_losses"], not half["num_losses"])
 
 
 def _own_figures(

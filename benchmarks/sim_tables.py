@@ -152,12 +152,32 @@ def fig6_table(report: Report) -> str:
     return _markdown(("policy", "attainment", "TTFT p50", "TTFT p99", "switches"), lines)
 
 
+def sweep_table(report: Report) -> str:
+    """The two halves of the sweep: losses, and each policy's mean attainment."""
+    policies = _known(name for half in report["sweep"] for name in half["attainment"])
+    lines = [
+        (
+            half["draws"],
+            str(half["num_draws"]),
+            str(half["num_losses"]),
+            f"{half['worst_points']:.1f}",
+            *(
+                "" if share is None else _percent(share)
+                for share in map(half["attainment"].get, policies)
+            ),
+        )
+        for half in report["sweep"]
+    ]
+    return _markdown(("draws", "number", "lost", "worst, points", *policies), lines)
+
+
 TABLES: Mapping[str, Callable[[Report], str]] = {
     "figures": figures_table,
     "goodput": goodput_table,
     "recorded": recorded_table,
     "fig6": fig6_table,
     "others": others_table,
+    "sweep": sweep_table,
     **{f"papers-{name.lower()}": papers_table(name) for name in PAPERS},
 }
 

@@ -334,7 +334,7 @@ class Performer(ModelPart):
             await self._hand_out(row, snapshot, workers)
         for worker in workers:
             if self._fleet.hosts.of(model, worker.number).has_snapshot:
-                self._dispatcher.wake(model, worker.number)
+                self._dispatcher.wake(model, worker)
 
     async def _renew(self, row: ModelRow) -> None:
         """Make the model's snapshots again and attach the new ones to all workers not at rest.

@@ -135,8 +135,10 @@ class Dispatcher:
             case m.ModelLoaded():
                 self._restart_dropped(worker, message.dropped)
             case m.MemoryReport():
+                worker.missing_bytes |= message.missing_bytes
                 self.shell.handle(memory_changed(worker.number, message))
             case m.TurnReport():
+                worker.missing_bytes |= message.missing_bytes
                 self.accounts.turn_ended(worker.number, message)
                 changed = memory_changed(worker.number, message)
                 self.shell.handle(changed, e.TurnEnded(worker.number, message.turn_id))
@@ -191,8 +193,14 @@ class Dispatcher:
     ) -> None:
         """Allow requests of a loaded model on a worker."""
         self.shell.handle(model_added(targets, loaded, costs))
-        self.shell.handle(e.Hosted(worker.number, loaded.name, costs))
+        self._hosted(loaded.name, costs, worker)
         self._fleet.host(loaded, worker.number)
+
+    def _hosted(self, name: str, costs: ModelCosts | None, worker: Worker) -> None:
+        self.shell.handle(e.Hosted(worker.number, name, costs))
+        # The core ignores reports about a model that it does not know yet.
+        if (missing := worker.missing_bytes.get(name)) is not None:
+            self.shell.handle(e.MemoryChanged(worker.number, ((name, missing),)))
 
     def unhost(self, name: str, worker: Worker) -> None:
         """Remove a model from a worker without requests of the model."""
@@ -206,12 +214,13 @@ class Dispatcher:
         self._fleet.snapshots.rest(name, number)
         self.shell.handle(e.Unhosted(number, name))
 
-    def wake(self, name: str, number: int) -> None:
+    def wake(self, name: str, worker: Worker) -> None:
         """Send requests again to a resting device that has the snapshot."""
+        number = worker.number
         if number in self._fleet.snapshots.resting(name):
             self._fleet.snapshots.wake(name, number)
             speed = self.state.models[name].speed(self.state.devices[number].up.kind)
-            self.shell.handle(e.Hosted(number, name, speed.costs))
+            self._hosted(name, speed.costs, worker)
 
     def evict(self, name: str, worker: Worker) -> None:
         """Remove an idle model from a worker, for another model's engine."""

@@ -288,6 +288,7 @@ class WorkerProcess(Supervised[m.FromWorker]):
         worker.dropping.resolve_all(None)
         self._hosts.lose_worker(worker.number)
         worker.status = None
+        worker.missing_bytes.clear()
 
 
 def unbound_bytes(model: str, workers: Iterable[Worker]) -> dict[int, int]:
@@ -394,7 +395,7 @@ class Worker:
     process has loaded the models of its start. ``loads`` has the loads of each model that were
     ordered and not answered; a worker carries out loads in order. ``kv_host_fd`` is the descriptor
     of the KV host cache of the latest process that came up, for other workers and for the next
-    process.
+    process. ``missing_bytes`` are those that models lack on the device to run, as last reported.
     """
 
     number: int
@@ -414,6 +415,7 @@ class Worker:
     dropping: Pending[str, None] = field(default_factory=Pending)
     calls: Calls[object] = field(default_factory=Calls)
     kv_host_fd: int | None = None
+    missing_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_ready(self) -> bool:

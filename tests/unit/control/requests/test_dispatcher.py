@@ -192,6 +192,21 @@ async def test_a_model_that_is_removed_takes_them_along(bench: Bench) -> None:
     assert bench.frontend.sent == [m.RequestsFailed(NAME, ["a"], "removed")]
 
 
+async def test_what_a_model_lacks_is_known_although_reported_before_its_place(bench: Bench) -> None:
+    """A worker reports it right after the load, and again only after a change."""
+    state = bench.dispatcher.state
+    bench.dispatcher.unhost(NAME, bench.worker)
+    bench.dispatcher.forget(NAME)
+    bench.dispatcher.from_worker(bench.worker, m.MemoryReport({NAME: 0, "stranger": 5}))
+    assert state.devices[0].missing_bytes == {}
+    bench.dispatcher.host(Targets(), loaded(NAME), None, bench.worker)
+    assert state.devices[0].missing_bytes == {NAME: 0}
+    bench.dispatcher.rest(NAME, 0)
+    assert state.devices[0].missing_bytes == {}
+    bench.dispatcher.wake(NAME, bench.worker)
+    assert state.devices[0].missing_bytes == {NAME: 0}
+
+
 async def test_a_worker_that_has_the_model_no_more(bench: Bench) -> None:
     bench.dispatcher.host(Targets(), loaded(NAME), None, bench.worker)  # anew: no second route
     assert bench.fleet.availability(NAME).devices == (0,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -90,6 +91,13 @@ async def api(usual: PrivateDaemon) -> AsyncIterator[AsyncOpenAI]:
 
 def worker(daemon: PrivateDaemon) -> psutil.Process:
     return child(daemon, "worker")
+
+
+def has_another_worker(daemon: PrivateDaemon, than: psutil.Process) -> bool:
+    try:
+        return worker(daemon) != than
+    except ValueError:  # none at present
+        return False
 
 
 def states(daemon: PrivateDaemon) -> dict[str, str]:
@@ -187,8 +195,10 @@ async def test_killed_by_somebody_again_and_again(usual: PrivateDaemon, api: Asy
     while any(stream.is_running for stream in streams) and num_kills < 6:
         await eventually(lambda: device(usual).state == "ready", BACK_S)
         await asyncio.sleep(0.5)
-        worker(usual).kill()
+        killed = worker(usual)
+        killed.kill()
         num_kills += 1
+        await eventually(functools.partial(has_another_worker, usual, killed), BACK_S)
     assert [await stream.finished() for stream in streams] == alone
     assert num_kills >= 2
     await eventually(lambda: is_whole(usual), BACK_S)

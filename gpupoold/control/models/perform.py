@@ -156,7 +156,8 @@ class Performer(ModelPart):
                     self._fleet.hosts.of(name, worker.number).options = spec.engine
                     await self._keep_engine_bytes(name, worker, loaded)
                     self._fleet.check_quarantine(name)  # it may have crashed another worker
-                    await self._room.settle(name, worker, reason)
+                    if not loaded.engine_of:  # an engine taken over is as large as before
+                        await self._room.settle(name, worker, reason)
                     if fd is not None:
                         kept.pop_all()  # closed by the cache, also after an error
                         await self._snapshots.keep(fd, worker, loaded, snapshot)

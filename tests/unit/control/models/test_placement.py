@@ -325,6 +325,20 @@ class TestScarcity:
         texts = [one.message for one in events if one.subject == former]
         assert f"the engine on device {number} was given to {evicted}" in texts
 
+    async def test_an_engine_is_given_away_although_the_limit_is_lower_now(
+        self, full: ModelsBox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The engine takes no more memory than before; the others stay."""
+        for name in "cdef":
+            await added(full, name)
+        hosted = {name: full.hosts_of(name) for name in "abcdef"}
+        [evicted, *_] = [name for name, numbers in hosted.items() if not numbers]
+        monkeypatch.setattr(full.lifecycle.room, "limit_bytes", lambda worker: 1)
+        full.ask(evicted, "r1")
+        await full.until(lambda: any("r1" in ids for ids in full.requests.values()))
+        changed = [name for name in "abcdef" if full.hosts_of(name) != hosted[name]]
+        assert len(changed) == 2, "the engine has another model"
+
     async def test_a_claim_to_an_engine_that_is_used_again_is_refused(
         self, full: ModelsBox, monkeypatch: pytest.MonkeyPatch
     ) -> None:

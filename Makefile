@@ -17,7 +17,7 @@ SHARD ?= $(shell echo $$(($$(git rev-list --count HEAD) % $(SHARDS) + 1)))/$(SHA
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install uninstall wheel deb demo pictures test test-slow test-all lint format types imports prose reference check bench-switch bench-overhead bench-memory bench-loads bench-pinning bench-family bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-sim bench-api bench-step bench-hostile models-table soak fuzz judge gpu-bundle clean
+.PHONY: help venv install uninstall wheel deb demo pictures test test-slow test-all lint format types imports prose reference check bench-switch bench-overhead bench-memory bench-loads bench-pinning bench-family bench-recovery bench-groups bench-conversations bench-batch bench-fleet bench-interleave bench-sim bench-api bench-step bench-hostile models-table soak fuzz judge gpu-bundle clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +107,9 @@ bench-fleet: venv ## three nodes on Ray (pip install 'gpupool[fleet]'), one of w
 
 bench-conversations: venv ## later turns of conversations: build/bench-conversations.json
 	@$(BIN)/python -m benchmarks.conversations $(ARGS)
+
+bench-interleave: venv ## pauses of models that share a device: build/bench-interleave.json
+	@$(BIN)/python -m benchmarks.interleave
 
 bench-sim: venv ## every figure of the scheduler: build/bench-sim.json (GPUPOOL_WORKLOADS=folder)
 	@$(BIN)/python -m benchmarks.sim

@@ -81,6 +81,10 @@ class Rule(ReasonName):
         "gathers-lead",
         "the next turn with both switches takes longer than the lead, and that turn can wait",
     )
+    INTERLEAVED = (
+        "interleaved",
+        "nothing has to move and there is time for all, so models take turns of a few steps",
+    )
     BACKGROUND = "background", "only requests of batches: they run in time that others leave"
     STARVING = "starving", "the model has waited so long that it goes first, late or not"
     NOT_YET_BEGUN = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from gpupoold.domain import Role
@@ -80,6 +81,8 @@ class GpupoolPolicy(Policy):
         self._served_s: dict[tuple[int, str], float] = {}
         self._no_starvation_until_s: dict[int, float] = {}
         self._planned: dict[int, _Plan] = {}
+        self._interleaved: set[int] = set()  # devices whose turns are a few steps
+        self._latest: dict[int, str] = {}  # the model of a device's latest turn
         self._roles = RolePlanner()
         self._planned_homes = HomePlanner(self._tuning.lead_share)
         self._rebalancer = Rebalancer(self._tuning)
@@ -170,13 +173,53 @@ class GpupoolPolicy(Policy):
         if plan.switching.is_exposed:
             planned_turn = turn_for_lead(ranked, device, self._tuning) or planned_turn
             rule = planned_turn.rule or rule
+        elif short := self._short_turn(plan, device):
+            planned_turn, rule = short, Rule.INTERLEAVED
         if math.isinf(planned_turn.tokens_in_time):
             self._count_starving(device, now_s, planned_turn.duration_s)
         else:
             self._planned[device.number] = plan  # for upcoming(), called next
         self._served_s[device.number, planned_turn.model] = now_s
+        self._latest[device.number] = planned_turn.model
         chunk_tokens = self._chunk_tokens(planned_turn.model, device, now_s)
         return Choice(planned_turn.model, planned_turn.quota_s, chunk_tokens, rule)
+
+    def _short_turn(self, plan: _Plan, device: DeviceState) -> PlannedTurn | None:
+        """Return a few steps of a model, None where turns must be longer.
+
+        The model that has waited longest is next, unless one is due; a model with prompts gets
+        every second turn. Models share the time as their targets need it, and have single steps
+        while a prompt of another waits.
+        """
+        if len(plan.works) < 2 or not self._interleaves(device):
+            self._interleaved.discard(device.number)
+            return None
+        self._interleaved.add(device.number)
+        works = {work.model.name: work for work in plan.works}
+        prompted = {name for name, work in works.items() if work.num_waiting}
+        turn = min(plan.planned_turns, key=attrgetter("due_in_s", "model"))
+        if turn.due_in_s > self._tuning.pause_s:
+            latest = self._latest.get(device.number)
+            names = prompted - {latest} if latest not in prompted else set[str]()
+            names = names or works.keys() - {latest}
+            others = [turn for turn in plan.planned_turns if turn.model in names]
+            turn = max(others, key=attrgetter("waited_s", "model"))
+        work = works[turn.model]
+        quota_s = min(self._tuning.pause_s, self._tuning.turn_max_s) / (len(works) - 1)
+        if turn.model not in prompted:
+            most = max(map(_needed_share, works.values()))
+            quota_s *= 0.0 if prompted else _needed_share(work) / most
+        quota_s = max(quota_s, work.step_s)
+        return turn._replace(quota_s=quota_s, duration_s=quota_s)
+
+    def _interleaves(self, device: DeviceState) -> bool:
+        """Return whether turns are short: nothing has to move, and there is time for all."""
+        if device.role is Role.PREFILL:
+            return False
+        for batch in (*device.working.values(), *device.queued.values()):
+            if batch.is_background or device.missing(batch.model):
+                return False
+        return load_of(device) <= self._tuning.full_load
 
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:
         """Return the model of the first planned turn after the present turn."""
@@ -224,11 +267,15 @@ class GpupoolPolicy(Policy):
         left_s = planned_s = began_s + turn.quota_s - now_s
         if is_background_turn(device) and num_others(device):
             left_s = 0.0
+        has_newcomers = False
         for model, came, prefill_s in prompts_since(device, began_s, besides=turn.model):
             ready_s = device.switch_s(model) + prefill_s
             due_s = came[-1].counted_arrival_s + FIRST_TOKEN_SHARE * model.targets.ttft_s
             start_in_s = due_s - now_s - ready_s
             left_s = min(left_s, max(start_in_s, 0.0))
+            has_newcomers = True
+        if has_newcomers and self._interleaves(device):
+            left_s = 0.0
         return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)
 
     def _chunk_tokens(self, name: str, device: DeviceState, now_s: float) -> int | None:
@@ -239,6 +286,8 @@ class GpupoolPolicy(Policy):
         batch = device.batches[name]
         if device.role is Role.DECODE:
             return chunk_tokens(batch)
+        if device.number in self._interleaved and not is_alone(name, device):
+            return chunk_tokens(batch, self._tuning.pause_s)
         # If models take turns, answers pause anyway, and are ahead of their deadlines.
         if device.role is Role.PREFILL or not is_alone(name, device):
             return None
@@ -333,6 +382,11 @@ class GpupoolPolicy(Policy):
             return now_s - served_s
         oldest_s = min(request.arrival_s for request in work.requests)
         return now_s - max(oldest_s, served_s)
+
+
+def _needed_share(work: BatchWork) -> float:
+    """Return the share of a device's time that a model's answers need."""
+    return work.step_s / work.model.targets.tbt_s
 
 
 def _latest_start_s(work: BatchWork, tuning: Tuning) -> float:

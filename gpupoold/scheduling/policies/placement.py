@@ -214,17 +214,17 @@ def _rank(
     )
 
 
-def chunk_tokens(batch: Batch) -> int:
+def chunk_tokens(batch: Batch, limit_s: float = math.inf) -> int:
     """Return the limit of a step of this batch: prompt tokens plus one per answer.
 
-    The limit keeps the step within the target by the latency model, and allows at least one grain
-    of prompt tokens: prompts on the device must end, even if answers alone are late.
+    The limit keeps the step within the target and ``limit_s`` by the latency model, and allows at
+    least one grain of prompt tokens: prompts on the device must end, even if answers are late.
 
     Decode devices take prompts without delaying answers (TokenScale, sections IV-D and IV-E).
     """
     num_running = len(batch.requests) - batch.num_waiting
     longest = batch.waiting_tokens2 // batch.waiting_tokens if batch.waiting_tokens else 0
-    tokens = _largest(batch, num_running, batch.context_tokens, longest)
+    tokens = _largest(batch, num_running, batch.context_tokens, longest, limit_s)
     return max(tokens // _CHUNK_GRAIN, -(-num_running // _CHUNK_GRAIN) + 1) * _CHUNK_GRAIN
 
 
@@ -354,9 +354,15 @@ def best_converted(
     return soonest_s, best
 
 
-def _largest(batch: Batch, num_running: int, context_tokens: int, longest_prompt: int) -> int:
-    """Return the tokens of a step at the target; a prompt's last chunk attends to the whole
-    prompt.
+def _largest(
+    batch: Batch,
+    num_running: int,
+    context_tokens: int,
+    longest_prompt: int,
+    limit_s: float = math.inf,
+) -> int:
+    """Return the tokens of a step at the target, or of ``limit_s`` if shorter; a prompt's last
+    chunk attends to the whole prompt.
     """
     base_s = _base_s(batch.speed, num_running, context_tokens)
     chunk_s, tbt_s = batch.speed.costs.chunk_s, batch.model.targets.tbt_s
@@ -364,7 +370,7 @@ def _largest(batch: Batch, num_running: int, context_tokens: int, longest_prompt
     def step_s(num_tokens: int) -> float:
         return base_s + chunk_s(longest_prompt, max(0, num_tokens - num_running))
 
-    return largest_chunk_tokens(step_s, _TBT_SHARE * tbt_s, MAX_CHUNK_TOKENS)
+    return largest_chunk_tokens(step_s, min(_TBT_SHARE * tbt_s, limit_s), MAX_CHUNK_TOKENS)
 
 
 def _base_s(speed: Speed, num_running: int, context_tokens: int) -> float:

@@ -54,6 +54,8 @@ class Tuning:
     exposed_switch_factor: float = 4.0
     turn_min_s: float = 0.25
     turn_max_s: float = 4.0
+    # Where nothing has to move, turns are so short that an answer pauses no longer than this.
+    pause_s: float = 0.04
     # A batch that has waited this long for a turn is starving and goes first, expired or not. In
     # overload all starving batches together get only ``starvation_share`` of the device.
     patience_s: float = PATIENCE_S

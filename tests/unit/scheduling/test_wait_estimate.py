@@ -216,8 +216,8 @@ class TestNextToken:
         assert rig.running() == "b"
         left_s = rig.quota_s()
         assert next_s(rig, "r") == pytest.approx(left_s + STEP_S)
-        rig.now_s += 0.1
-        assert next_s(rig, "r") == pytest.approx(left_s - 0.1 + STEP_S)
+        rig.now_s += 0.02
+        assert next_s(rig, "r") == pytest.approx(left_s - 0.02 + STEP_S)
 
     def test_without_a_device(self) -> None:
         rig = driver()

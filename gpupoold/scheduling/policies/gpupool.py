@@ -269,11 +269,12 @@ class GpupoolPolicy(Policy):
             left_s = 0.0
         has_newcomers = False
         for model, came, prefill_s in prompts_since(device, began_s, besides=turn.model):
-            ready_s = device.switch_s(model) + prefill_s
-            due_s = came[-1].counted_arrival_s + FIRST_TOKEN_SHARE * model.targets.ttft_s
-            start_in_s = due_s - now_s - ready_s
-            left_s = min(left_s, max(start_in_s, 0.0))
             has_newcomers = True
+            ready_s, ttft_s = device.switch_s(model) + prefill_s, model.targets.ttft_s
+            if ready_s > ttft_s:
+                continue  # cannot be on time, even at once
+            due_s = came[-1].counted_arrival_s + FIRST_TOKEN_SHARE * ttft_s
+            left_s = min(left_s, max(due_s - now_s - ready_s, 0.0))
         if has_newcomers and self._interleaves(device):
             left_s = 0.0
         return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)
@@ -406,12 +407,15 @@ def turn_for_lead(ranked: Ranked, device: DeviceState, tuning: Tuning) -> Planne
     by_rule = dict(ranked)
     kept = by_rule[Rule.DEADLINE]
     present = next((turn for turn in by_rule[Rule.AHEAD] if _is_resident(turn, device)), None)
+    is_late = not kept
+    kept = kept or by_rule[Rule.PUT_OFF]
     if not kept or present is None:
         return None
     batch, following = device.batches[present.model], device.batches[kept[0].model]
     absence_s = kept[0].duration_s + _return_s(batch.model, following.model, device)
     lacking_s = absence_s - present.due_in_s
-    quota_s = min(_decode_s(batch, lacking_s), _slack_s(kept), tuning.turn_max_s)
+    slack_s = math.inf if is_late else _slack_s(kept)
+    quota_s = min(_decode_s(batch, lacking_s), slack_s, tuning.turn_max_s)
     if quota_s < tuning.turn_min_s:
         return None
     return present._replace(quota_s=quota_s, duration_s=quota_s, rule=Rule.GATHERS_LEAD)

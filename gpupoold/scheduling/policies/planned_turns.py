@@ -96,6 +96,7 @@ class PlannedTurn(NamedTuple):
     ``due_in_s``: time to the first deadline to meet, infinite if all are expired; ``duration_s``
     includes the exposed part of the switch, ``quota_s`` does not. ``waited_s``: time since the last
     turn, or since there is work. ``rule``: a rule of the policy that has changed the other values.
+    ``catch_up_s``: time until one of the requests is on time again.
     ``is_ahead``: no token is due before the end of the window, even without the turn.
     ``is_background``: the turn is for requests that run in time that others leave.
     """
@@ -109,6 +110,7 @@ class PlannedTurn(NamedTuple):
     rule: Rule | None = None
     is_ahead: bool = False
     is_background: bool = False
+    catch_up_s: float = 0.0
 
     @property
     def density(self) -> float:
@@ -311,7 +313,8 @@ def plan_turn(
         due_s = due_in_s - stall_s - prefill_s / max(1, work.num_waiting)
         num_in_time = _num_first_in_time(hopeful, now_s + stall_s, hopeful_prefill_s)
         duration_s = max(prefill_s, _LEAST_TURN_S) + stall_s
-        return PlannedTurn(work.model.name, due_s, duration_s, prefill_s, num_in_time, waited_s)
+        turn = PlannedTurn(work.model.name, due_s, duration_s, prefill_s, num_in_time, waited_s)
+        return turn._replace(catch_up_s=duration_s)
     behind_s = window_s - (due_in_s if hopeful else 0.0) + prefill_s
     # Each step adds ``tbt_s`` to the lead and takes ``step_s``.
     gain_s = max(tbt_s - step_s, LEAST_GAIN_SHARE * tbt_s)
@@ -333,6 +336,7 @@ def plan_turn(
         None,
         due_in_s - stall_s - hopeful_prefill_s >= window_s,
         work.is_background,
+        stall_s + prefill_s + (now_s - max(work.deadlines_s)) / gain_s * step_s,
     )
 
 
@@ -395,7 +399,7 @@ def rank_planned_turns(
     Turns are ordered by deadline. If a turn would be late, the least dense earlier turns are put
     off, provided that the turn is then on time and denser than these turns together; otherwise the
     late turn is put off. Turns that are put off come next, the densest first; then turns with only
-    expired requests, the longest waiting first; then turns with a lead (before expired turns if
+    expired requests, the first to catch up first; then turns with a lead (before expired turns if
     ``is_switching_dear``); last background turns, the longest waiting first. A turn of infinite
     value is never put off.
     """
@@ -421,8 +425,8 @@ def rank_planned_turns(
         kept.append(planned_turn)
         at_s += planned_turn.duration_s
     put_off.sort(key=lambda turn: (-turn.density, turn.due_in_s, turn.model))
-    for longest_first in (expired, background):
-        longest_first.sort(key=lambda turn: (-turn.waited_s, turn.model))
+    expired.sort(key=attrgetter("catch_up_s", "model"))
+    background.sort(key=lambda turn: (-turn.waited_s, turn.model))
     late, early = (Rule.EXPIRED, expired), (Rule.AHEAD, ahead)
     rest = (early, late) if is_switching_dear else (late, early)
     last = (Rule.BACKGROUND, background)

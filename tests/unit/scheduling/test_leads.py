@@ -7,13 +7,14 @@ import math
 import pytest
 
 from gpupoold.domain import Targets
+from gpupoold.scheduling import events as e
 from gpupoold.scheduling.events import DeviceUp, ModelCosts
-from gpupoold.scheduling.policies.gpupool import turn_for_lead
+from gpupoold.scheduling.policies.gpupool import GpupoolPolicy, turn_for_lead
 from gpupoold.scheduling.policies.planned_turns import PlannedTurn, Tuning, rank_planned_turns
 from gpupoold.scheduling.rules import Rule
 from gpupoold.scheduling.state import Batch, DeviceState, Model, Request, RequestPhase
+from tests.unit.scheduling.driver import GB, Driver
 
-GB = 10**9
 TUNING = Tuning()
 STEP_S, TBT_S = 0.02, 0.05
 BACK_S = 0.5  # two models of 10 GB on 15 GB: 5 GB to copy at 10 GB/s
@@ -52,6 +53,13 @@ def test_c11_decoding_earns_the_lead_for_the_absence(device: DeviceState) -> Non
     assert turn.quota_s == pytest.approx((NEXT_S + BACK_S - 2.0) / (TBT_S - STEP_S) * STEP_S)
 
 
+def test_a_turn_that_is_late_anyway_waits_for_the_lead(device: DeviceState) -> None:
+    """Otherwise both models would be late: the answers of a during the absence."""
+    turn = stay(device, lead_s=2.0, due_in_s=-0.5)
+    assert turn is not None
+    assert turn.quota_s == pytest.approx((NEXT_S + BACK_S - 2.0) / (TBT_S - STEP_S) * STEP_S)
+
+
 def test_no_longer_than_the_next_turn_can_wait(device: DeviceState) -> None:
     turn = stay(device, lead_s=2.0, due_in_s=0.6)
     assert turn is not None
@@ -75,3 +83,14 @@ def test_otherwise_the_next_turn_begins(
 def test_a_model_that_is_not_resident_does_not_go_first(device: DeviceState) -> None:
     device.missing_bytes["a"] = GB
     assert stay(device, lead_s=2.0, due_in_s=20.0) is None
+
+
+@pytest.mark.parametrize(("ttft_s", "is_cut"), [(0.9, False), (1.5, True)])
+def test_a_turn_is_cut_for_a_request_that_can_be_on_time(ttft_s: float, *, is_cut: bool) -> None:
+    """The copy takes a second, the prompt a tenth."""
+    driver = Driver(GpupoolPolicy(), "a b", targets=Targets(10.0, TBT_S), capacity_bytes=15 * GB)
+    driver.send(e.TargetsChanged("b", Targets(ttft_s, TBT_S)))
+    driver.arrive("a", "r")
+    before = driver.quota_s()
+    driver.arrive("b", "late", at_s=0.1)
+    assert (driver.quota_s() < before) == is_cut

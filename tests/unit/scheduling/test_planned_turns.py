@@ -84,5 +84,18 @@ def test_what_is_due_beyond_the_window_is_ahead(model: Model) -> None:
     assert rule_of(turn_to(*prompts(model, 3, due_in_s=7.0))) is Rule.DEADLINE
 
 
+def test_of_expired_turns_the_one_that_catches_up_first_goes_first() -> None:
+    """A batch that is 3 s late needs 75 steps of 25 ms, one of 1 s a third of them."""
+    found = []
+    for name, late_s in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
+        model = Model(name, Targets(10.0, 0.1), 10**9, 1000, COSTS)
+        arrival_s = NOW_S - late_s - 10.1
+        request = Request(name, model, arrival_s, 10, None, RequestPhase.DECODING, num_tokens=1)
+        found.append(turn_to(request))
+    [ranked] = [group for rule, group in rank_planned_turns(found) if group]
+    assert [turn.model for turn in ranked] == ["b", "c", "a"]
+    assert [turn.catch_up_s for turn in ranked] == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
 def test_only_expired_requests_have_no_value(model: Model) -> None:
     assert rule_of(turn_to(*prompts(model, 3, due_in_s=-1.0))) is Rule.EXPIRED

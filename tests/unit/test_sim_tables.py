@@ -36,6 +36,15 @@ def row(preset: str, policy: str, attainment: float | None, **others: object) ->
 
 
 REPORT: dict[str, Any] = {
+    "sweep": [
+        {
+            "draws": "judged on",
+            "num_draws": 100,
+            "num_losses": 3,
+            "worst_points": 1.25,
+            "attainment": {"gpupool": 0.8, "aegaeon": 0.4, "best-fit": None},
+        }
+    ],
     "figures": [
         {"figure": "models", "asked": "65 to 80", "measured": 77.123456, "reached": True},
         {"figure": "losses", "asked": 0, "measured": 2, "reached": False},
@@ -163,6 +172,7 @@ def test_the_command(tmp_path: Path) -> None:
     ]
     assert [line.split()[-1] for line in told] == ["rewritten", "unchanged"]
     assert "| `arena27` | 3xH800 | 22 | 90.0 % | 95.0 % | 99.9 % |" in page.read_text("utf-8")
+    assert "| judged on | 100 | 3 | 1.2 | 80.0 % | 40.0 % |  |" in page.read_text("utf-8")
     report.write_text("{", "utf-8")
     failed = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)

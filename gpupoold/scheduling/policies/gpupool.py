@@ -219,6 +219,8 @@ class GpupoolPolicy(Policy):
         for batch in (*device.working.values(), *device.queued.values()):
             if batch.is_background or device.missing(batch.model):
                 return False
+            if batch.step_s() > self._tuning.pause_s / 2:
+                return False  # chunks of prompts would consist of the fixed part of their steps
         return load_of(device) <= self._tuning.full_load
 
     def upcoming(self, device: DeviceState, state: State, now_s: float) -> str | None:

@@ -164,22 +164,23 @@ class Pool:
 def test_same_attainment_and_times(
     box: Box, shapes: Sequence[str], num_models: int, rate_rps: float, kv_host_bytes: int | None
 ) -> None:
-    models = box_models(box, num_models, Targets(), shapes)
-    requests = poisson_workload(equal_rates(list(models), rate_rps), 60.0, sharegpt_lengths(), 1)
-    simulation = Simulation(
-        models,
-        make_policy("gpupool"),
-        [BoxDevice(box.device_bytes, kv_host_bytes=kv_host_bytes)] * 2,
-    )
-    expected = simulation.run(requests, END_S)
-    pool = Pool(models, box, kv_host_bytes=kv_host_bytes)
-    pool.run(requests)
-    results = [
-        RequestResult(one, models[one.model].targets, pool.times.get(one.id, []))
-        for one in requests
-    ]
-    ours, theirs = (summarise(r, END_S).overall for r in (results, expected.results))
-    assert ours.num_finished == theirs.num_finished == len(requests)
+    """Of two draws: a microsecond can change the order of two turns, and so a median."""
+    found, expected = list[RequestResult](), list[RequestResult]()
+    for seed in (1, 2):
+        models = box_models(box, num_models, Targets(), shapes)
+        rates = equal_rates(list(models), rate_rps)
+        requests = poisson_workload(rates, 60.0, sharegpt_lengths(), seed)
+        device = BoxDevice(box.device_bytes, kv_host_bytes=kv_host_bytes)
+        simulation = Simulation(models, make_policy("gpupool"), [device] * 2)
+        expected += simulation.run(requests, END_S).results
+        pool = Pool(models, box, kv_host_bytes=kv_host_bytes)
+        pool.run(requests)
+        found += [
+            RequestResult(one, models[one.model].targets, pool.times.get(one.id, []))
+            for one in requests
+        ]
+    ours, theirs = (summarise(r, END_S).overall for r in (found, expected))
+    assert ours.num_finished == theirs.num_finished == len(found)
     assert ours.attainment == pytest.approx(theirs.attainment, abs=0.02)
     assert ours.ttft_s.p50 == pytest.approx(theirs.ttft_s.p50, rel=0.2, abs=0.05)
 

@@ -251,8 +251,12 @@ def summary(rows: Sequence[RunRow]) -> list[dict[str, Any]]:
         if not of_half:
             continue
         lost = losses(of_half)
+        by_draw: dict[int, dict[str, float | None]] = {}
+        for row in of_half:
+            by_draw.setdefault(row["seed"], {})[row["policy"]] = row["attainment"]
+        # On one device, policies that only place requests are the default policy.
         means = {
-            name: _mean(row["attainment"] for row in of_half if row["policy"] == name)
+            name: _mean(found.get(name, found.get("gpupool")) for found in by_draw.values())
             for name in POLICIES
         }
         table.append(

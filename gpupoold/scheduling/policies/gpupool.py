@@ -170,6 +170,7 @@ class GpupoolPolicy(Policy):
         first = first_planned_turn(ranked)
         assert first is not None
         planned_turn, rule = first
+        self._interleaved.discard(device.number)
         if plan.switching.is_exposed:
             planned_turn = turn_for_lead(ranked, device, self._tuning) or planned_turn
             rule = planned_turn.rule or rule
@@ -192,7 +193,6 @@ class GpupoolPolicy(Policy):
         while a prompt of another waits.
         """
         if len(plan.works) < 2 or not self._interleaves(device):
-            self._interleaved.discard(device.number)
             return None
         self._interleaved.add(device.number)
         works = {work.model.name: work for work in plan.works}

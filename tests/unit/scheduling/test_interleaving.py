@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpupoold.domain import Targets
@@ -110,6 +112,21 @@ def test_turns_are_long_where_weights_move() -> None:
     decoding(box, "a", "b")
     box.end_turn()
     assert box.quota_s() > 2 * PAUSE_S
+
+
+def test_prompts_are_whole_again_when_weights_move() -> None:
+    box = driver()
+    decoding(box, "a", "b")
+    box.end_turn()
+    turn = box.state.devices[0].turn
+    assert turn is not None
+    assert turn.chunk_tokens is not None
+    box.send(e.MemoryChanged(0, (("a", 75 * GB),)))
+    box.state.devices[0].up = replace(box.state.devices[0].up, capacity_bytes=15 * GB)
+    box.end_turn()
+    turn = box.state.devices[0].turn
+    assert turn is not None
+    assert turn.chunk_tokens is None
 
 
 def test_turns_are_planned_by_value_in_overload() -> None:

@@ -19,7 +19,7 @@ _POWER = 4
 # A turn for a waiting request takes about so long.
 _LEAST_TURN_S = 0.25
 # Homes pay where the longest window is so many times the shortest, and models are busy for so much
-# of the time on average: swept over boxes and loads, see docs/internals/scheduling.md.
+# of the time on average: found in simulations of two and four A10 with equal and mixed targets.
 _LEAST_SPREAD = 4.0
 _LEAST_BUSY = 0.8
 _NUM_SOURCES = 3

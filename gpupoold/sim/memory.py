@@ -128,6 +128,8 @@ class SimMemory:
         self._used_bytes -= weight_bytes + kv_bytes
         del self._held[name]
         self._changed.discard(name)
+        if self._next == name:
+            self._next = None
 
     def unbind(self, name: str) -> None:
         """Evict a model's weights, which stay in free pages until others need these."""
@@ -264,8 +266,8 @@ class SimMemory:
 
     def _give_up_prefetch(self, wanted: str, now_s: float) -> None:
         """End the prefetch of another model than ``wanted``; copies that wait are not made."""
-        held = self._held.get(self._next or "")
-        if held is None or self._next == wanted or held.ready_s <= now_s:
+        name = self._next
+        if name is None or name == wanted or (held := self._held[name]).ready_s <= now_s:
             return
         rate_bytes_per_s = held.copied_bytes / (held.ready_s - held.begun_s)
         copied = rate_bytes_per_s * max(0.0, now_s - held.begun_s) + _QUEUED_BYTES
@@ -280,7 +282,7 @@ class SimMemory:
         held.moved.weights -= gone
         held.moved.prefetched -= min(gone, held.moved.prefetched)
         self._used_bytes -= gone
-        self._changed.add(self._next or "")
+        self._changed.add(name)
 
     def add_kv(self, name: str, num_tokens: int) -> None:
         """Add KV for ``num_tokens`` tokens of a model, or free KV if negative."""

@@ -81,7 +81,6 @@ class GpupoolPolicy(Policy):
         self._served_s: dict[tuple[int, str], float] = {}
         self._no_starvation_until_s: dict[int, float] = {}
         self._planned: dict[int, _Plan] = {}
-        self._interleaved: set[int] = set()  # devices whose turns are a few steps
         self._latest: dict[int, str] = {}  # the model of a device's latest turn
         self._roles = RolePlanner()
         self._planned_homes = HomePlanner(self._tuning.lead_share)
@@ -170,7 +169,6 @@ class GpupoolPolicy(Policy):
         first = first_planned_turn(ranked)
         assert first is not None
         planned_turn, rule = first
-        self._interleaved.discard(device.number)
         if plan.switching.is_exposed:
             planned_turn = turn_for_lead(ranked, device, self._tuning) or planned_turn
             rule = planned_turn.rule or rule
@@ -182,7 +180,7 @@ class GpupoolPolicy(Policy):
             self._planned[device.number] = plan  # for upcoming(), called next
         self._served_s[device.number, planned_turn.model] = now_s
         self._latest[device.number] = planned_turn.model
-        chunk_tokens = self._chunk_tokens(planned_turn.model, device, now_s)
+        chunk_tokens = self._chunk_tokens(planned_turn.model, rule, device, now_s)
         return Choice(planned_turn.model, planned_turn.quota_s, chunk_tokens, rule)
 
     def _short_turn(self, plan: _Plan, device: DeviceState) -> PlannedTurn | None:
@@ -194,7 +192,6 @@ class GpupoolPolicy(Policy):
         """
         if len(plan.works) < 2 or not self._interleaves(device):
             return None
-        self._interleaved.add(device.number)
         works = {work.model.name: work for work in plan.works}
         prompted = {name for name, work in works.items() if work.num_waiting}
         turn = min(plan.planned_turns, key=attrgetter("due_in_s", "model"))
@@ -263,7 +260,7 @@ class GpupoolPolicy(Policy):
         A background turn ends at once for others. ``chunk_tokens`` is adapted to the batch.
         """
         began_s = device.turn_began_s
-        chunk_tokens = self._chunk_tokens(turn.model, device, now_s)
+        chunk_tokens = self._chunk_tokens(turn.model, device.turn_rule, device, now_s)
         if chunk_tokens != turn.chunk_tokens:
             turn = replace(turn, chunk_tokens=chunk_tokens)
         left_s = planned_s = began_s + turn.quota_s - now_s
@@ -281,15 +278,17 @@ class GpupoolPolicy(Policy):
             left_s = 0.0
         return turn if left_s >= planned_s else replace(turn, quota_s=now_s + left_s - began_s)
 
-    def _chunk_tokens(self, name: str, device: DeviceState, now_s: float) -> int | None:
-        """Return the limit of a step on a decode device where whole prompts would delay answers.
+    def _chunk_tokens(
+        self, name: str, rule: Rule | None, device: DeviceState, now_s: float
+    ) -> int | None:
+        """Return the limit of a step, in a turn by ``rule``, if whole prompts would delay answers.
 
         None if prompts may be prefilled at once.
         """
         batch = device.batches[name]
         if device.role is Role.DECODE:
             return chunk_tokens(batch)
-        if device.number in self._interleaved and not is_alone(name, device):
+        if rule is Rule.INTERLEAVED and not is_alone(name, device):
             return chunk_tokens(batch, self._tuning.pause_s)
         # If models take turns, answers pause anyway, and are ahead of their deadlines.
         if device.role is Role.PREFILL or not is_alone(name, device):
@@ -408,16 +407,14 @@ def turn_for_lead(ranked: Ranked, device: DeviceState, tuning: Tuning) -> Planne
     """
     by_rule = dict(ranked)
     kept = by_rule[Rule.DEADLINE]
+    following = next(iter(kept or by_rule[Rule.PUT_OFF]), None)
     present = next((turn for turn in by_rule[Rule.AHEAD] if _is_resident(turn, device)), None)
-    is_late = not kept
-    kept = kept or by_rule[Rule.PUT_OFF]
-    if not kept or present is None:
+    if following is None or present is None:
         return None
-    batch, following = device.batches[present.model], device.batches[kept[0].model]
-    absence_s = kept[0].duration_s + _return_s(batch.model, following.model, device)
+    batch, other = device.batches[present.model], device.batches[following.model]
+    absence_s = following.duration_s + _return_s(batch.model, other.model, device)
     lacking_s = absence_s - present.due_in_s
-    slack_s = math.inf if is_late else _slack_s(kept)
-    quota_s = min(_decode_s(batch, lacking_s), slack_s, tuning.turn_max_s)
+    quota_s = min(_decode_s(batch, lacking_s), _slack_s(kept), tuning.turn_max_s)
     if quota_s < tuning.turn_min_s:
         return None
     return present._replace(quota_s=quota_s, duration_s=quota_s, rule=Rule.GATHERS_LEAD)

@@ -56,10 +56,13 @@ def place(
     able = able_devices(request.model, devices)
     if home is None:
         return choose(request, able, loads, homes, tuning)
-    is_only = planned.helpers is not None and len(able) == 1
-    is_eligible = planned.helpers is not None or is_alone(request.model.name, home)
-    keeps_up = loads.of(home) <= tuning.full_load and admits(home, request)
-    if is_only or (is_eligible and keeps_up):
+    if planned.helpers is None:
+        is_eligible = is_alone(request.model.name, home)
+    elif len(able) == 1:
+        return home, Rule.PLANNED_HOME
+    else:
+        is_eligible = True
+    if is_eligible and loads.of(home) <= tuning.full_load and admits(home, request):
         return home, Rule.PLANNED_HOME
     return choose(request, able, loads, homes, tuning)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -92,17 +93,17 @@ def main() -> int:
     ]
     is_part = bool(arguments.only or arguments.policies)
     kept = _rows_of(arguments.out) if is_part else []
+    drawn = _rows_of(arguments.out, "sweep_rows") if is_part else []
     again = {(task.name, task.policies[0]) for task in tasks}
     rows = [row for row in kept if (row["preset"], row["policy"]) not in again]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for more in _run(tasks, arguments.jobs, _known(arguments.reuse)):
         rows += more
         # What was measured so far can be kept by another run with ``--only``.
-        arguments.out.write_text(json.dumps({"rows": rows}) + "\n")
+        arguments.out.write_text(json.dumps({"rows": rows, "sweep_rows": drawn}) + "\n")
     rows.sort(key=_place)
-    drawn = (
-        [] if is_part else [row for rows in sweep(range(NUM_DRAWS), arguments.jobs) for row in rows]
-    )
+    if not is_part:
+        drawn = list(itertools.chain.from_iterable(sweep(range(NUM_DRAWS), arguments.jobs)))
     figures, goodputs = [*_figures(rows), *_sweep_figures(drawn), *_speed()], _goodputs(rows)
     report = {
         "figures": figures,
@@ -111,13 +112,15 @@ def main() -> int:
         "below_another_policy": _losses(rows),
         "sweep": summary(drawn),
         "sweep_losses": shown_losses(drawn),
+        "sweep_rows": drawn,
         "rows": rows,
         "wall_s": time.perf_counter() - started_s,
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     if arguments.plots is not None:
         _plot(rows, panels, arguments.plots)
-    print(*shown_losses(drawn), sep="\n")
+    for line in shown_losses(drawn):
+        print(line)
     for figure in figures:
         print("{figure}: asked {asked}, measured {measured}{mark}".format_map(_shown(figure)))
     return 0 if all(figure["reached"] for figure in figures) else 1
@@ -156,11 +159,11 @@ def _variants() -> dict[str, FigurePanel]:
     return {name: replace(panel, name=name) for name, panel in named.items()}
 
 
-def _rows_of(report: Path) -> list[RunRow]:
+def _rows_of(report: Path, key: str = "rows") -> list[RunRow]:
     """Rows of an earlier run, none without its report."""
     if not report.exists():
         return []
-    rows: list[RunRow] = json.loads(report.read_text())["rows"]
+    rows: list[RunRow] = json.loads(report.read_text()).get(key, [])
     return rows
 
 

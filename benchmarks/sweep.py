@@ -228,14 +228,19 @@ class Loss:
         )
 
 
-def losses(rows: Iterable[RunRow]) -> list[Loss]:
-    """Return the draws lost by more than ``BETTER_BY``, each to its best rival, worst first."""
-    by_draw: dict[int, dict[str, float]] = {}
+def _by_draw(rows: Iterable[RunRow]) -> dict[int, dict[str, float]]:
+    """Return the attainment of each policy in each draw."""
+    found: dict[int, dict[str, float]] = {}
     for row in rows:
         if row["attainment"] is not None:
-            by_draw.setdefault(row["seed"], {})[row["policy"]] = row["attainment"]
+            found.setdefault(row["seed"], {})[row["policy"]] = row["attainment"]
+    return found
+
+
+def losses(rows: Iterable[RunRow]) -> list[Loss]:
+    """Return the draws lost by more than ``BETTER_BY``, each to its best rival, worst first."""
     found = []
-    for number, attainments in by_draw.items():
+    for number, attainments in _by_draw(rows).items():
         own = attainments.get("gpupool", 1.0)
         rival = max(attainments, key=lambda name: attainments[name])
         if attainments[rival] > own + BETTER_BY:
@@ -250,19 +255,16 @@ def summary(rows: Sequence[RunRow]) -> list[dict[str, Any]]:
         of_half = [row for row in rows if row["seed"] % 2 == rest]
         if not of_half:
             continue
-        lost = losses(of_half)
-        by_draw: dict[int, dict[str, float | None]] = {}
-        for row in of_half:
-            by_draw.setdefault(row["seed"], {})[row["policy"]] = row["attainment"]
+        lost, draws = losses(of_half), _by_draw(of_half).values()
         # On one device, policies that only place requests are the default policy.
         means = {
-            name: _mean(found.get(name, found.get("gpupool")) for found in by_draw.values())
+            name: _mean(found.get(name, found.get("gpupool")) for found in draws)
             for name in POLICIES
         }
         table.append(
             {
                 "draws": half,
-                "num_draws": len({row["seed"] for row in of_half}),
+                "num_draws": len(draws),
                 "num_losses": len(lost),
                 "worst_points": lost[0].points if lost else 0.0,
                 "worst_draw": lost[0].draw if lost else None,
